@@ -1,0 +1,148 @@
+"""Puts a run together from its config: data first, then the model, then what trains it and what generates from it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.data import Prompt, PromptStream, encode, load_examples, split_by_question
+from jrl.errors import UserError
+from jrl.learner import Forward, Learner, make_optimizer
+from jrl.losses import policy_loss, value_loss
+from jrl.models import decoder
+from jrl.models.arch import Arch
+from jrl.models.load import LoadedModel, load_model
+from jrl.rewards import RewardManager
+from jrl.rollout.engine import Engine
+from jrl.sharding.layout import Layout
+from jrl.sharding.reshard import reshard
+
+FIRST_EVAL_SAMPLE = 1 << 31  # evaluation draws its random numbers from the upper half, training from the lower
+
+
+@dataclasses.dataclass
+class Parts:
+    """The components of a run. Models other than the policy are None where the algorithm has no use for them."""
+
+    arch: Arch
+    tokenizer: Any
+    dtype: Any  # of computation; master weights are float32
+    train_prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    stream: PromptStream
+    rewards: RewardManager
+    policy: Learner
+    initial_params: Any  # on the policy's mesh; dropped once the state is made
+    engine: Engine
+    rollout_shardings: Any
+    critic: Learner | None
+    initial_critic: Callable[[], Any] | None
+    reference: Learner | None
+    reference_params: Any
+    updates_per_step: int
+    policy_delay_steps: int
+    first_eval_sample: int = FIRST_EVAL_SAMPLE
+
+
+def build(config, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None) -> Parts:
+    """Everything a trainer needs; errors in the data or the meshes come before any weight is loaded.
+
+    Raises:
+      UserError: naming the key, its value and the remedy.
+    """
+    layouts = make_layouts(config)
+    rewards = RewardManager.from_config(config.reward, reward)
+    train, held_out = load_data(config, train_data, eval_data)
+    dtype = compute_dtype(config.model.compute_dtype)
+    model = load_model(config.model.path, layouts["learner"])
+    prompts, eval_prompts = (encode_prompts(config, rows, model.tokenizer) for rows in (train, held_out))
+    forward = functools.partial(make_forward, config, model.arch, dtype)
+    a = config.algorithm
+    updates = a.epochs * a.minibatches
+    delay = config.critic.policy_delay_steps if a.name == "ppo" else 0
+    learner = functools.partial(Learner, microbatch_tokens=config.learner.microbatch_tokens)
+    policy = learner(
+        "policy", forward(layouts["learner"]), layouts["learner"], decoder.Decoder, loss=policy_loss(a),
+        **optimizer(config.learner, (config.steps - delay) * updates),
+    )  # fmt: skip
+    critic = initial_critic = reference = reference_params = None
+    if a.name == "ppo":
+        critic = learner(
+            "critic", forward(layouts["critic"]), layouts["critic"], decoder.Critic, loss=value_loss(config.critic),
+            **optimizer(config.critic, config.steps * updates),
+        )  # fmt: skip
+        initial_critic = functools.partial(make_critic, model, critic)
+    if a.kl_in != "none":
+        reference = learner("reference", forward(layouts["reference"]), layouts["reference"], decoder.Decoder)
+        reference_params = copy_params(model.params, reference.param_shardings)
+    engine = make_engine(config, model, layouts["rollout"], dtype, prompts + eval_prompts)
+    shapes = decoder.abstract_params(model.arch)
+    return Parts(
+        arch=model.arch, tokenizer=model.tokenizer, dtype=dtype, train_prompts=prompts, eval_prompts=eval_prompts,
+        stream=PromptStream(prompts, config.rollout.prompts_per_step, config.seed), rewards=rewards, policy=policy,
+        initial_params=model.params, engine=engine,
+        rollout_shardings=layouts["rollout"].tree(decoder.param_axes(model.arch), shapes), critic=critic,
+        initial_critic=initial_critic, reference=reference, reference_params=reference_params, updates_per_step=updates,
+        policy_delay_steps=delay,
+    )  # fmt: skip
+
+
+def make_layouts(config) -> dict[str, Layout]:
+    """The four meshes; critic and reference take the learner's where theirs is all 0."""
+    layouts = {"learner": Layout.train(config.learner.mesh.to_dict()), "rollout": Layout.rollout(config.rollout.mesh.to_dict())}
+    for name in ("critic", "reference"):
+        sizes = config[name].mesh.to_dict()
+        layouts[name] = Layout.train(sizes) if any(sizes.values()) else layouts["learner"]
+    return layouts
+
+
+def compute_dtype(name: str) -> Any:
+    """"auto" is float32 on CPU, where bfloat16 is emulated, and bfloat16 on accelerators."""
+    if name == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(name)
+
+
+def make_forward(config, arch: Arch, dtype, layout: Layout) -> Forward:
+    c = config.learner
+    return Forward(arch, layout.constrain, dtype, c.remat, config.rollout.temperature, c.logit_chunk)
+
+
+def optimizer(section, total_updates: int) -> dict[str, Any]:
+    transform, schedule = make_optimizer(section, total_updates)
+    return {"optimizer": transform, "schedule": schedule}
+
+
+def copy_params(params, shardings):
+    """The same values in arrays of their own, whatever the layout: the policy's are donated to its updates."""
+    return reshard(jax.tree.map(jnp.copy, params), shardings)
+
+
+def make_critic(model: LoadedModel, critic: Learner, params) -> Any:
+    """A critic that starts from the policy's backbone, on the critic's mesh."""
+    return copy_params(decoder.critic_from_policy(model.arch, params), critic.param_shardings)
+
+
+def load_data(config, train_data: Any, eval_data: Any) -> tuple[list, list]:
+    """Training and held-out examples with no question in common."""
+    raise NotImplementedError
+
+
+def encode_prompts(config, examples: list, tokenizer) -> list[Prompt]:
+    d = config.data
+    return encode(examples, tokenizer, d.system_prompt, d.max_prompt_tokens, d.on_long, d.use_chat_template)
+
+
+def make_engine(config, model: LoadedModel, layout: Layout, dtype, prompts: list[Prompt]) -> Engine:
+    c = config.rollout
+    wanted = c.prompts_per_step * c.group_size
+    slots = c.slots or min(-(-wanted // layout.batch_shards), 64)
+    longest = max(len(p.tokens) for p in prompts)
+    return Engine(
+        model.arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=model.eos_ids,
+        page_size=c.page_size, num_pages=c.num_pages, decode_chunk=c.decode_chunk, dtype=dtype, seed=config.seed,
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+"""Checkpoints: everything that a resumed run needs, in one atomic step, written in the background by orbax.
+
+A checkpoint is a directory named by its step. It appears under that name only when it is complete, and it holds a
+manifest with the shape, dtype and digest (`jrl.sharding.digest`) of every array, so that a changed byte is noticed when
+it is read. Nothing here ever deletes a checkpoint that it cannot read: what stands in the way is renamed.
+
+What is left out: in runs of several processes, a file that only some of them can read; one directory, one writer.
+"""
+
+import gc
+import json
+import logging
+import math
+import sys
+import warnings
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from jrl.errors import UserError
+from jrl.sharding.digest import digest
+
+log = logging.getLogger("jrl")
+
+ASIDE = "set_aside_"  # prefix of the new name of a checkpoint that stands in the way
+
+
+class Checkpointer:
+    """Saves and restores a tree of arrays together with a small dict.
+
+    Args:
+      directory: created when absent; a partial checkpoint that a killed run left in it is removed.
+      keep: how many of the latest checkpoints stay.
+      best: the one with the highest metric (of equals, the latest) stays too.
+    """
+
+    def __init__(self, directory: Any, keep: int, best: bool = False):
+        if keep < 1:
+            raise UserError(f"checkpoint.keep={keep} would keep nothing; give at least 1")
+        self.directory = epath.Path(directory).expanduser().resolve()
+        policies: list[Any] = [preservation_policy.LatestN(keep)]
+        if best:
+            policies.append(
+                preservation_policy.BestN(get_metric_fn=_metric, n=1, keep_checkpoints_without_metrics=False)
+            )
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_metric if best else None,  # without it orbax would not store the metric
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            cleanup_tmp_directories=True,
+        )
+        names = ("state", "extra")
+        self._manager = ocp.CheckpointManager(self.directory, options=options, item_names=names)
+        self._written: set[int] = set()
+        self._unreadable: set[int] = set()
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps on disk, or being written, in ascending order."""
+        return tuple(sorted(self._manager.all_steps()))
+
+    def save(self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None) -> None:
+        """Starts a checkpoint; when this returns the values are safe, and the caller may donate the arrays.
+
+        The writing goes on in the background and ends before the next save starts, or in `wait`. A step that this
+        object has saved before is not saved again. Checkpoints of the same or a later step that it has not written
+        belong to another course of the run; they are renamed.
+
+        Args:
+          step: the number of finished steps.
+          state: a tree of `jax.Array`s.
+          extra: what json can hold (its keys are strings); copied at once.
+          metric: higher is better; None or not a finite number never counts as the best.
+
+        Raises:
+          TypeError: `extra` does not fit into json. Also whatever the previous save met in the background.
+        """
+        if step in self._written:
+            return
+        arrays = _by_name(state)
+        digests = digest(arrays)
+        manifest = {name: [list(x.shape), x.dtype.name, digests[name]] for name, x in arrays.items()}
+        content = json.loads(json.dumps({"extra": dict(extra), "manifest": manifest}))
+        self.wait()
+        self._set_aside({old for old in self.steps() if old >= step and old not in self._written} | self._unreadable)
+        value = float("-inf") if metric is None or not math.isfinite(metric) else float(metric)
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(arrays),
+                extra=ocp.args.JsonSave({**content, "checksum": _checksum(content)}),
+            ),
+            metrics={"metric": value},
+            force=True,
+        )
+        self._written.add(step)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; raises what the writing met."""
+        self._manager.wait_until_finished()
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
+        """The latest checkpoint that is whole, or the one of a given step.
+
+        Args:
+          abstract_state: a tree of `jax.ShapeDtypeStruct`s with shardings, or of arrays to take these from; the mesh
+            may differ from the one that the checkpoint was written on.
+          step: None for the latest. Each checkpoint that cannot be read costs one logged line, and the next older is
+            tried.
+
+        Returns:
+          (step, state, extra), or None where there is no whole checkpoint.
+
+        Raises:
+          UserError: the checkpoint is of another model or optimizer; or the step that was asked for is absent or not
+            whole.
+        """
+        self.wait()
+        if step is not None and step not in self.steps():
+            raise UserError(f"checkpoint: {self.directory} holds no step {step}; it holds {list(self.steps())}")
+        for candidate in (step,) if step is not None else reversed(self.steps()):
+            found = self._try_to_read(candidate, abstract_state)
+            if not isinstance(found, str):
+                return candidate, *found
+            if step is not None:
+                raise UserError(f"checkpoint: step {step} in {self.directory} is not whole ({found})")
+            log.warning("checkpoint of step %d skipped, it is not whole (%s)", candidate, found)
+            self._unreadable.add(candidate)
+        return None
+
+    def close(self) -> None:
+        """Waits for what is being written, then ends the background threads."""
+        self._manager.close()
+
+    def _try_to_read(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]] | str:
+        """The state and the extra data, or in one line why they cannot be read."""
+        try:
+            return self._read(step, abstract_state)
+        except UserError:
+            raise
+        except Exception as error:  # damage shows itself as any kind of exception, at any depth
+            reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
+        # A failed read leaves coroutines behind, and Python prints a page about each when it collects them.
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+            try:
+                gc.collect()
+            finally:
+                sys.unraisablehook = hook
+        return reason
+
+    def _read(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        restored = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
+        content = {"extra": restored["extra"], "manifest": restored["manifest"]}
+        if _checksum(content) != restored["checksum"]:
+            raise ValueError("the checksum of the extra data differs")
+        wanted = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in _by_name(abstract_state).items()
+        }
+        self._check_same_model(step, content["manifest"], wanted)
+        arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
+        for name, found in digest(arrays).items():
+            if found != content["manifest"][name][2]:
+                raise ValueError(f"the digest of {name} differs")
+        structure = jax.tree_util.tree_structure(abstract_state)
+        return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in wanted]), content["extra"]
+
+    def _check_same_model(self, step: int, manifest: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        have = {name: (tuple(shape), dtype) for name, (shape, dtype, _) in manifest.items()}
+        want = {name: (tuple(x.shape), x.dtype.name) for name, x in wanted.items()}
+        for name in sorted(have.keys() | want.keys()):
+            if have.get(name) != want.get(name):
+                raise UserError(
+                    f"checkpoint: step {step} in {self.directory} has {name} as {have.get(name, 'nothing')}, this run"
+                    f" {want.get(name, 'nothing')}; resume with the same model and optimizer, or choose another run_dir"
+                )
+
+    def _set_aside(self, steps: set[int]) -> None:
+        for step in sorted(steps):
+            path = self.directory / str(step)
+            if not path.exists():
+                continue
+            taken = {p.name for p in self.directory.iterdir()}
+            name = next(n for i in range(len(taken) + 1) if (n := f"{ASIDE}{step}" + f"_{i}" * bool(i)) not in taken)
+            log.warning("checkpoint of step %d stands in the way and is renamed to %s", step, name)
+            path.rename(self.directory / name)
+        if steps:
+            self._manager.reload()
+            self._unreadable.clear()
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """`params.layers.q.kernel` -> leaf: the names orbax stores, free of the containers of the tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _metric(metrics: Mapping[str, float]) -> float:
+    return metrics["metric"]

@@ -1,0 +1,199 @@
+"""The jitted update: loss -> gradients, summed over microbatches -> one optax step.
+
+Policy and critic learn through the same `Learner`; they differ in the loss they are handed. A loss sees one microbatch
+and returns a sum already divided by the minibatch's global denominators, so the gradient does not depend on how the
+minibatch was split over microbatches or devices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jrl.models import decoder
+from jrl.models.arch import Arch
+from jrl.models.responses import response_hidden, token_logprobs
+from jrl.packing import Packed, pack, unpack
+from jrl.shapes import ProgramLog
+from jrl.types import Rollout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything an update changes. One pytree, donated to each update."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array  # i32[], updates applied
+    skipped: jax.Array  # i32[], updates left out because the gradient was not finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """How a model is run: everything static about a forward pass but the weights."""
+
+    arch: Arch
+    constrain: Callable
+    dtype: Any
+    remat: str
+    temperature: float
+    logit_chunk: int
+
+    def logprobs(self, params, packed: Packed) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities of the response tokens and entropies, float32[d, N, t] each."""
+        hidden = self._hidden(params, packed)
+        return token_logprobs(
+            self.arch, params, hidden, packed.tokens, self.temperature, self.logit_chunk, self.constrain
+        )
+
+    def values(self, params, packed: Packed) -> jax.Array:
+        """The critic's values float32[d, N, t]: what is expected before each response token is chosen."""
+        return decoder.value_head(params, self._hidden(params["backbone"], packed))
+
+    def _hidden(self, params, packed):
+        return response_hidden(
+            self.arch, params, packed, dtype=self.dtype, constrain=self.constrain, remat=self.remat
+        )
+
+
+# (forward, params, packed) -> (loss, metrics): both sums over the microbatch with the minibatch's denominators
+Loss = Callable[[Forward, Any, Packed], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def make_optimizer(section, total_updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW behind a clip of the global norm, and its schedule, which counts updates rather than steps.
+
+    Args:
+      section: config.learner or config.critic.
+      total_updates: when "linear" and "cosine" reach 0.
+    """
+    peak, warmup = section.learning_rate, section.warmup_steps
+    rest = max(total_updates - warmup, 1)
+    schedule = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, 0.0, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest),
+    }[section.schedule]()
+    if warmup:
+        schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), schedule], [warmup])
+    adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, eps=section.eps, weight_decay=section.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw), schedule
+
+
+class Learner:
+    """Runs and trains one model on its mesh.
+
+    Args:
+      layout: `jrl.sharding.layout.Layout` of the train mesh.
+      model: `decoder.Decoder` or `decoder.Critic`, which says how parameters are laid out.
+      loss: see `Loss`; None for a model that is only run, as the reference.
+      optimizer, schedule: from `make_optimizer`; None likewise.
+      microbatch_tokens: padded tokens of one forward pass, per data shard.
+    """
+
+    def __init__(self, name: str, forward: Forward, layout, model: type, microbatch_tokens: int, loss: Loss | None = None,
+                 optimizer: optax.GradientTransformation | None = None, schedule: optax.Schedule | None = None):  # fmt: skip
+        self.forward, self.layout, self.microbatch_tokens = forward, layout, microbatch_tokens
+        self.compiled = ProgramLog(name)
+        shapes = decoder.abstract_params(forward.arch, model)
+        self.param_shardings = layout.tree(decoder.param_axes(forward.arch, model), shapes)
+        self.optimizer, self.schedule = optimizer, schedule
+        self._run = jax.jit(lambda method, params, packed: getattr(forward, method)(params, packed), static_argnums=0)
+        if loss is not None:
+            self.state_shardings = self._state_shardings(shapes)
+            self._zeros = jax.jit(
+                lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=self.param_shardings
+            )
+            self._accumulate = jax.jit(
+                functools.partial(_accumulate, forward, loss), donate_argnums=1, out_shardings=(self.param_shardings, None)
+            )
+            self._apply = jax.jit(self._apply_gradients, donate_argnums=0, out_shardings=(self.state_shardings, None))
+
+    # State ---------------------------------------------------------------------------------------------------------
+
+    def _state_shardings(self, shapes) -> TrainState:
+        abstract = jax.eval_shape(self.optimizer.init, shapes)
+        scalar = self.layout.sharding(())
+        # Adam's moments are laid out as their weights, every counter is replicated.
+        opt = optax.tree_map_params(
+            self.optimizer, lambda _, s: s, abstract, self.param_shardings, transform_non_params=lambda _: scalar
+        )
+        return TrainState(self.param_shardings, opt, scalar, scalar)
+
+    def init_state(self, params) -> TrainState:
+        """A fresh state around parameters already on this learner's mesh."""
+        init = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
+        scalar = lambda: jax.device_put(np.int32(0), self.state_shardings.step)  # noqa: E731
+        return TrainState(params, init(params), scalar(), scalar())
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of a state, for restoring one."""
+        params = decoder_shapes(self.param_shardings, self.forward.arch)
+        state = jax.eval_shape(lambda p: TrainState(p, self.optimizer.init(p), jnp.int32(0), jnp.int32(0)), params)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.state_shardings
+        )
+
+    # Running -------------------------------------------------------------------------------------------------------
+
+    def _microbatches(self, rollout: Rollout, columns: dict, rows: np.ndarray, kind: str) -> Iterable[Packed]:
+        sharding = self.layout.sharding(("batch",))
+        for packed in pack(rollout, columns, rows, self.layout.batch_shards, self.microbatch_tokens):
+            self.compiled.note(kind, *packed.shape)
+            yield packed, jax.device_put(packed, sharding)
+
+    def run(self, method: str, params, rollout: Rollout) -> list[np.ndarray]:
+        """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each."""
+        outs: list[np.ndarray] = []
+        for host, packed in self._microbatches(rollout, {}, np.arange(len(rollout)), method):
+            results = jax.device_get(jax.tree.leaves(self._run(method, params, packed)))
+            outs = outs or [np.zeros(rollout.tokens.shape, np.float32) for _ in results]
+            for out, result in zip(outs, results, strict=True):
+                unpack(out, result, host, rollout.prompt_lens)
+        return outs
+
+    # Learning ------------------------------------------------------------------------------------------------------
+
+    def update(self, state: TrainState, rollout: Rollout, columns: dict[str, np.ndarray], rows: np.ndarray):
+        """One optimizer step on the sequences `rows`.
+
+        Args:
+          state: donated.
+          columns: f32[N, T] arrays that the loss reads; "weight" is the share of each token in the loss.
+
+        Returns:
+          the new state and a dict of float metrics.
+        """
+        gradients, totals = self._zeros(), None
+        for _, packed in self._microbatches(rollout, columns, rows, "update"):
+            gradients, sums = self._accumulate(state.params, gradients, packed)
+            totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+        state, applied = self._apply(state, gradients)
+        metrics = {**(totals or {}), **applied}
+        return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
+
+    def _apply_gradients(self, state: TrainState, gradients) -> tuple[TrainState, dict[str, jax.Array]]:
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(norm)
+        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+        new = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, state.skipped)
+        old = dataclasses.replace(state, skipped=state.skipped + 1)
+        metrics = {"grad_norm": norm, "lr": self.schedule(state.step), "skipped": 1.0 - finite}
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old), metrics
+
+
+def decoder_shapes(shardings, arch: Arch):
+    """The abstract parameters of whichever model has this tree of shardings."""
+    model = decoder.Critic if "backbone" in shardings else decoder.Decoder
+    return decoder.abstract_params(arch, model)
+
+
+def _accumulate(forward: Forward, loss: Loss, params, gradients, packed: Packed):
+    (_, metrics), new = jax.value_and_grad(lambda p: loss(forward, p, packed), has_aux=True)(params)
+    return jax.tree.map(jnp.add, gradients, new), metrics

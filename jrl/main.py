@@ -1,0 +1,127 @@
+"""The command line: python -m jrl.main --config=configs/NAME.py[:ARG] [--config.KEY=VALUE ...] [--dry_run] [--help]
+
+The last line on stdout is one JSON object, the run's summary. A mistake in the config or the data is one line on stderr
+and exit status 2.
+"""
+
+import dataclasses
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from jrl import config as config_lib
+from jrl.errors import UserError
+
+FLAGS = ("--config", "--dry_run", "--help")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What the arguments ask for."""
+
+    config: str | None
+    overrides: dict[str, str]  # key -> text
+    dry_run: bool
+    help: bool
+
+
+def parse(args: Sequence[str]) -> Command:
+    """Reads `--config.a.b=v`, `--config.a.b v`, `--config.a.flag` and `--noconfig.a.flag`; one dash does as well as two.
+
+    Raises:
+      UserError: an argument that is none of these, or a flag without its value.
+    """
+    config, overrides, switches, rest = None, {}, {"dry_run": False, "help": False}, list(args)
+    while rest:
+        arg = rest.pop(0)
+        name, equals, value = arg.lstrip("-").partition("=")
+        negated = name.startswith("noconfig.")
+        name = name.removeprefix("no") if negated else name
+        key = name.removeprefix("config.")
+        if not arg.startswith("-"):
+            raise UserError(f"{arg!r}: arguments start with --config, --config.KEY=VALUE, --dry_run or --help")
+        if name in ("help", "h", "dry_run") and not equals:
+            switches["help" if name == "h" else name] = True
+        elif name == "config" or (name.startswith("config.") and not negated):
+            if not equals:
+                value = _next_value(name, key, rest)
+            if name == "config":
+                config = value
+            else:
+                overrides[key] = value
+        elif negated and not equals:
+            overrides[key] = "false"
+        else:
+            meant = config_lib.closest(f"--{name}", FLAGS)
+            raise UserError(f"{arg}: there is no such flag; " + (f"did you mean {meant}?" if meant else "see --help"))
+    return Command(config, overrides, **switches)
+
+
+def _next_value(name: str, key: str, rest: list[str]) -> str:
+    """The value of a flag without "=": the next argument, or true for a switch."""
+    if key in config_lib.KEYS and isinstance(config_lib.KEYS[key].default, bool):
+        return "true"
+    # A negative number is a value; anything else with a dash is the next flag.
+    if not rest or (rest[0].startswith("-") and not rest[0][1:2].isdigit()):
+        raise UserError(f"--{name}: needs a value, --{name}=VALUE")
+    return rest.pop(0)
+
+
+def help_text() -> str:
+    """Every key with its type, default and meaning."""
+    lines = [
+        "Trains a language model by reinforcement learning.",
+        "",
+        "  python -m jrl.main --config=configs/NAME.py[:ARG] [--config.KEY=VALUE ...] [--dry_run]",
+        "",
+        "  --config=FILE[:ARG]   a file with get_config(), and its argument if it takes one",
+        "  --config.KEY=VALUE    overrides one key, after the file",
+        "  --dry_run             print the plan (meshes, batches, bytes per device, programs) and stop; no weights are read",
+        "  --help                this text",
+        "",
+        "Keys, with the defaults that hold where neither the file nor the command line says otherwise:",
+    ]
+    section = None
+    for key in config_lib.KEYS.values():
+        if key.name.partition(".")[0] != section and "." in key.name:
+            section = key.name.partition(".")[0]
+            lines.append("")
+        rule = f" [{key.rule.text}]" if key.rule and key.rule is not config_lib.GIVEN else ""
+        default = {} if isinstance(key.default, dict) else key.default
+        head = f"  --config.{key.name}={default!r}"
+        about = f"{config_lib.type_name(key)}; {key.doc}{rule}"
+        lines += [head, *textwrap.wrap(about, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    return "\n".join(lines)
+
+
+def run(command: Command) -> None:
+    """Does what the command asks for, and prints to stdout."""
+    if command.help:
+        print(help_text())
+        return
+    if command.config is None:
+        raise UserError("--config is missing: python -m jrl.main --config=configs/demo.py; --help says more")
+    config = config_lib.load(command.config, command.overrides)
+    if command.dry_run:
+        from jrl import plan
+
+        print(plan.make_plan(config, plan.find_arch(config.model.path), plan.num_devices(config)).text())
+        return
+    from jrl.trainer import Trainer
+
+    print(json.dumps(Trainer(config).train()), flush=True)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 2 after a mistake of the user's."""
+    try:
+        run(parse(sys.argv[1:] if args is None else args))
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Attention over one or several blocks of keys, the part of the forward that callers plug in.
+
+Letters: d data shards, n sequences of a shard, t queries of a sequence, s keys, J key-value heads, G query heads per
+key-value head (H = J G), K head size.
+"""
+
+import jax
+import jax.numpy as jnp
+
+NEG_INF = -1e30  # finite: a query with no visible key gives a uniform average instead of NaN, and its row is masked anyway
+QUERY_CHUNK = 512  # queries whose scores exist at once; longer sequences go chunk by chunk
+
+
+def _attend_queries(q, keys, values, masks):
+    d, n, t, heads, size = q.shape
+    kv_heads = keys[0].shape[-2]
+    q = q.reshape(d, n, t, kv_heads, heads // kv_heads, size) * size**-0.5
+    scores = [
+        jnp.where(mask[:, :, None, None], jnp.einsum("dntjgk,dnsjk->dnjgts", q, k, preferred_element_type=jnp.float32), NEG_INF)
+        for k, mask in zip(keys, masks, strict=True)
+    ]
+    top = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
+    weights = [jnp.exp(s - jax.lax.stop_gradient(top)) for s in scores]
+    total = sum(jnp.sum(w, axis=-1) for w in weights)  # [d, n, J, G, t]
+    out = sum(
+        jnp.einsum("dnjgts,dnsjk->dntjgk", w.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        for w, v in zip(weights, values, strict=True)
+    )
+    out = out / jnp.moveaxis(total, -1, 2)[..., None]
+    return out.reshape(d, n, t, heads, size).astype(q.dtype)
+
+
+def attention(q: jax.Array, blocks: list[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
+    """Softmax attention whose keys lie in several blocks, normalised over all of them together.
+
+    Args:
+      q: [d, n, t, H, K].
+      blocks: tuples of keys [d, n, s, J, K], values [d, n, s, J, K] and a mask bool[d, n, t or 1, s], True where seen.
+
+    Returns:
+      [d, n, t, H, K] in q's dtype. Scores and their sum are float32 and are computed again in the backward pass, so
+      that no [t, s] array is kept per layer; above `QUERY_CHUNK` queries they exist for one chunk at a time.
+    """
+    keys, values, masks = (list(x) for x in zip(*blocks, strict=True))
+    d, n, t, heads, size = q.shape
+    if t <= QUERY_CHUNK or t % QUERY_CHUNK:
+        return jax.checkpoint(_attend_queries, prevent_cse=False)(q, keys, values, masks)
+    chunks = t // QUERY_CHUNK
+    split = lambda x: jnp.moveaxis(x.reshape(d, n, chunks, QUERY_CHUNK, *x.shape[3:]), 2, 0)  # noqa: E731
+    wide = [jnp.broadcast_to(m, (d, n, t, m.shape[-1])) for m in masks]
+
+    @jax.checkpoint
+    def one_chunk(chunk):
+        return _attend_queries(chunk[0], keys, values, chunk[1])
+
+    out = jax.lax.map(one_chunk, (split(q), [split(m) for m in wide]))
+    return jnp.moveaxis(out, 0, 2).reshape(d, n, t, heads, size)
+
+
+def causal_mask(lens: jax.Array, t: int) -> jax.Array:
+    """bool[..., t, t]: query i sees key j when j <= i and j < lens; `lens` is i32[...]."""
+    steps = jnp.arange(t)
+    return (steps[None, :] <= steps[:, None]) & (steps < lens[..., None, None])

@@ -1,0 +1,249 @@
+"""One decoder for every dense family (Llama 1 to 3, Qwen2, Qwen2.5, Qwen3), chosen by an `Arch`.
+
+The block is written once, for one layer; its weights are stacked on axis 0 and `jax.lax.scan` walks over them, so that
+compile time does not grow with depth. The same forward serves learner, prefill and decode: only the attention call is
+plugged in (`attend`), which is why the rollout's logprobs are the learner's.
+
+Letters: d data shards (or replicas), t tokens of a shard, D hidden, H query heads, J key-value heads, K head size,
+F gated-MLP width, V vocabulary, L layers. Every row of tokens is `[d, t]`: what is a sequence and what is not is known
+to `positions` and `attend` alone, so callers may lay out prompts, responses or decode slots as they like.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jrl.models.arch import Arch
+
+Params = dict[str, Any]
+# (layer i32[], q [d, t, H, K], k [d, t, J, K], v [d, t, J, K], cache) -> (out [d, t, H, K], cache)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+
+MASTER_DTYPE = jnp.float32
+REMAT_POLICIES = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """The `Constrain` of a single device: nothing to say."""
+    del axes
+    return x
+
+
+def weight(shape: tuple[int, ...], axes: tuple[str, ...], init: Callable, rngs: nnx.Rngs) -> nnx.Param:
+    """A weight: its shape, dtype, logical axes and initialiser, in one place."""
+    return nnx.Param(init(rngs.params(), shape, MASTER_DTYPE), axes=axes)
+
+
+class Linear(nnx.Module):
+    """y = x W + b, W stored as [in, out], with a leading axis of layers when it is stacked."""
+
+    def __init__(self, stack: tuple[int, ...], sizes: tuple[int, int], axes: tuple[str, str], bias: bool, rngs: nnx.Rngs):
+        layers = ("layers",) * len(stack)
+        self.kernel = weight((*stack, *sizes), (*layers, *axes), nnx.initializers.normal(0.02), rngs)
+        self.bias = weight((*stack, sizes[1]), (*layers, axes[1]), nnx.initializers.zeros, rngs) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...].astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last axis, in float32 whatever the compute dtype (https://arxiv.org/abs/1910.07467)."""
+
+    def __init__(self, stack: tuple[int, ...], size: int, axis: str, eps: float, rngs: nnx.Rngs):
+        self.scale = weight((*stack, size), (("layers",) * len(stack)) + (axis,), nnx.initializers.ones, rngs)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(MASTER_DTYPE)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        return self.scale[...].astype(x.dtype) * y.astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and gated MLP; weights carry `stack` leading axes, the call sees one layer."""
+
+    def __init__(self, arch: Arch, stack: tuple[int, ...], rngs: nnx.Rngs):
+        a, self.arch = arch, arch
+        q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        self.attn_norm = RMSNorm(stack, a.hidden_size, "norm", a.rms_norm_eps, rngs)
+        self.q = Linear(stack, (a.hidden_size, q_size), ("embed", "heads"), a.qkv_bias, rngs)
+        self.k = Linear(stack, (a.hidden_size, kv_size), ("embed", "kv_heads"), a.qkv_bias, rngs)
+        self.v = Linear(stack, (a.hidden_size, kv_size), ("embed", "kv_heads"), a.qkv_bias, rngs)
+        self.o = Linear(stack, (q_size, a.hidden_size), ("heads", "embed"), a.o_bias, rngs)
+        self.q_norm = RMSNorm(stack, a.head_dim, "head_dim", a.rms_norm_eps, rngs) if a.qk_norm else None
+        self.k_norm = RMSNorm(stack, a.head_dim, "head_dim", a.rms_norm_eps, rngs) if a.qk_norm else None
+        self.mlp_norm = RMSNorm(stack, a.hidden_size, "norm", a.rms_norm_eps, rngs)
+        self.gate = Linear(stack, (a.hidden_size, a.intermediate_size), ("embed", "mlp"), a.mlp_bias, rngs)
+        self.up = Linear(stack, (a.hidden_size, a.intermediate_size), ("embed", "mlp"), a.mlp_bias, rngs)
+        self.down = Linear(stack, (a.intermediate_size, a.hidden_size), ("mlp", "embed"), a.mlp_bias, rngs)
+
+    def __call__(self, layer, x, rotation, attend: Attend, cache, constrain: Constrain):
+        a, (d, t, _) = self.arch, x.shape
+        y = self.attn_norm(x)
+        q = self.q(y).reshape(d, t, a.num_heads, a.head_dim)  # [d, t, H, K]
+        k = self.k(y).reshape(d, t, a.num_kv_heads, a.head_dim)  # [d, t, J, K]
+        v = self.v(y).reshape(d, t, a.num_kv_heads, a.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = constrain(rotate(q, *rotation), ("batch", "length", "act_heads", None))
+        k = constrain(rotate(k, *rotation), ("batch", "length", "act_kv_heads", None))
+        v = constrain(v, ("batch", "length", "act_kv_heads", None))
+        out, cache = attend(layer, q, k, v, cache)
+        x = x + self.o(out.reshape(d, t, -1))
+        x = constrain(x, ("batch", "length", "act_embed"))
+        y = self.mlp_norm(x)
+        y = constrain(jax.nn.silu(self.gate(y)) * self.up(y), ("batch", "length", "act_mlp"))
+        x = constrain(x + self.down(y), ("batch", "length", "act_embed"))
+        return x, cache
+
+
+class Decoder(nnx.Module):
+    """Embedding, scanned blocks, final norm; the head is separate, because callers apply it in chunks."""
+
+    def __init__(self, arch: Arch, rngs: nnx.Rngs, with_head: bool = True):
+        self.arch = arch
+        self.embed = nnx.Dict(
+            embedding=weight((arch.vocab_size, arch.hidden_size), ("vocab", "embed"), nnx.initializers.normal(0.02), rngs)
+        )
+        self.layers = Block(arch, (arch.num_layers,), rngs)
+        self.final_norm = RMSNorm((), arch.hidden_size, "norm", arch.rms_norm_eps, rngs)
+        untied = with_head and not arch.tie_embeddings
+        self.lm_head = Linear((), (arch.hidden_size, arch.vocab_size), ("embed", "vocab"), False, rngs) if untied else None
+
+    def __call__(self, tokens, positions, attend, cache, *, dtype, constrain, remat):
+        x = jnp.take(self.embed["embedding"][...], tokens, axis=0).astype(dtype)  # [d, t, D]
+        x = constrain(x, ("batch", "length", "act_embed"))
+        rotation = rotation_tables(self.arch, positions, dtype)
+        block_def, stacked = nnx.split(self.layers)
+
+        def one_layer(carry, layer_and_weights):
+            layer, weights = layer_and_weights
+            return nnx.merge(block_def, weights)(layer, *carry[:1], rotation, attend, carry[1], constrain), None
+
+        if remat != "none":
+            one_layer = jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
+        (x, cache), _ = jax.lax.scan(one_layer, (x, cache), (jnp.arange(self.arch.num_layers), stacked))
+        return self.final_norm(x), cache
+
+
+class Critic(nnx.Module):
+    """A decoder whose head is one number per token: the value of the state after reading it."""
+
+    def __init__(self, arch: Arch, rngs: nnx.Rngs):
+        self.backbone = Decoder(arch, rngs, with_head=False)
+        self.value = Linear((), (arch.hidden_size, 1), ("norm", "norm"), True, rngs)
+
+
+# Rotary position embedding (https://arxiv.org/abs/2104.09864), halves convention -----------------------------------
+
+
+def inverse_frequencies(arch: Arch) -> jax.Array:
+    """float32[K/2]: radians per token of each pair of channels, after the model's scaling for long contexts."""
+    inv = 1.0 / arch.rope_theta ** (jnp.arange(0, arch.head_dim, 2, dtype=jnp.float32) / arch.head_dim)
+    s = arch.rope_scaling
+    if s is None:
+        return inv
+    if s.kind == "linear":
+        return inv / s.factor
+    # Llama 3: long wavelengths are slowed by `factor`, short ones kept, those between blended.
+    turns = s.original_max_position * inv / (2 * jnp.pi)
+    smooth = jnp.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
+    return inv * ((1 - smooth) / s.factor + smooth)
+
+
+def rotation_tables(arch: Arch, positions: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, each [d, t, 1, K/2], computed in float32."""
+    angles = positions[..., None, None].astype(jnp.float32) * inverse_frequencies(arch)
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates channel i with channel i + K/2 of x [d, t, heads, K]."""
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+# Pure functions over the parameter dict ------------------------------------------------------------------------------
+
+
+@functools.cache
+def _split(cls: type, arch: Arch):
+    return nnx.split(nnx.eval_shape(lambda: cls(arch, nnx.Rngs(0))))
+
+
+def _module(cls: type, arch: Arch, params: Params):
+    graph, abstract = _split(cls, arch)
+    state = jax.tree.map(lambda x: x, abstract)  # a copy whose values may be replaced
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+def abstract_params(arch: Arch, cls: type = Decoder) -> Params:
+    """The parameter dict as `jax.ShapeDtypeStruct`s."""
+    return nnx.to_pure_dict(_split(cls, arch)[1])
+
+
+def param_axes(arch: Arch, cls: type = Decoder) -> Params:
+    """The parameter dict with each weight's tuple of logical axis names."""
+    state = _split(cls, arch)[1]
+    axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+    return nnx.to_pure_dict(axes)
+
+
+def init_params(arch: Arch, seed: int, layout=None, cls: type = Decoder) -> Params:
+    """Random parameters, made in place on their devices when a `jrl.sharding.layout.Layout` is given."""
+    shardings = None if layout is None else layout.tree(param_axes(arch, cls), abstract_params(arch, cls))
+
+    def make():
+        return nnx.to_pure_dict(nnx.state(cls(arch, nnx.Rngs(seed))))
+
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def forward(
+    arch: Arch,
+    params: Params,
+    tokens: jax.Array,  # i32[d, t]
+    positions: jax.Array,  # i32[d, t]
+    attend: Attend,
+    cache: Any = (),
+    *,
+    dtype=MASTER_DTYPE,
+    constrain: Constrain = unconstrained,
+    remat: str = "none",
+) -> tuple[jax.Array, Any]:
+    """The final hidden states [d, t, D] in `dtype`, and the cache as the attention calls left it."""
+    model = _module(Decoder, arch, params)
+    return model(tokens, positions, attend, cache, dtype=dtype, constrain=constrain, remat=remat)
+
+
+def logits(arch: Arch, params: Params, hidden: jax.Array) -> jax.Array:
+    """float32 logits [..., V] of hidden states [..., D]."""
+    if arch.tie_embeddings:
+        kernel, dims = params["embed"]["embedding"], "...d,vd->...v"
+    else:
+        kernel, dims = params["lm_head"]["kernel"], "...d,dv->...v"
+    return jnp.einsum(dims, hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def value_head(params: Params, hidden: jax.Array) -> jax.Array:
+    """float32 values [...] of hidden states [..., D]; `params` is the critic's dict."""
+    w = params["value"]
+    return (hidden.astype(jnp.float32) @ w["kernel"])[..., 0] + w["bias"][0]
+
+
+def critic_from_policy(arch: Arch, params: Params) -> Params:
+    """A critic whose backbone is a copy of the policy's and whose value head is zero, so that values start at 0."""
+    copy = {k: jax.tree.map(jnp.copy, v) for k, v in params.items() if k != "lm_head"}
+    d = arch.hidden_size
+    return {"backbone": copy, "value": {"kernel": jnp.zeros((d, 1)), "bias": jnp.zeros((1,))}}

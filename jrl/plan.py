@@ -1,0 +1,333 @@
+"""What a run will do, before it does anything: meshes, batch arithmetic, bytes per device, compiled programs.
+
+Weights, gradients, optimizer state and the KV pool are counted exactly, from the shapes and layouts that the run uses;
+activations are an estimate. Nothing here touches a device, so a plan for 256 chips can be made on a laptop.
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from jrl.errors import UserError
+from jrl.models import decoder
+from jrl.models.arch import KNOWN, Arch
+from jrl.models.attention import QUERY_CHUNK
+from jrl.models.load import read_arch
+from jrl.packing import LENGTH_STEP
+from jrl.rollout import paged_attention as paged
+from jrl.rollout.engine import PREFILL_TOKENS
+from jrl.shapes import bucket
+from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
+from jrl.sharding.mesh import describe, resolve_sizes
+
+MASTER_BYTES = 4  # parameters, gradients, moments: float32
+ADAM_MOMENTS = 2
+MAX_DEFAULT_SLOTS = 64  # of rollout.slots = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run in numbers; bytes are per device."""
+
+    model: dict[str, Any]
+    num_devices: int
+    meshes: dict[str, dict[str, int]]  # model -> axis -> devices
+    batch: dict[str, int]
+    held_bytes: dict[str, int]  # for the whole run
+    phase_bytes: dict[str, dict[str, int]]  # phase of a step -> what it needs besides
+    programs: dict[str, list[tuple[int, ...]]]  # program -> the sizes it may be compiled for
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is held, and the phase that needs most."""
+        return sum(self.held_bytes.values()) + max(sum(phase.values()) for phase in self.phase_bytes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """For json."""
+        return {**dataclasses.asdict(self), "peak_bytes": self.peak_bytes}
+
+    def text(self) -> str:
+        """For people."""
+        m, b = self.model, self.batch
+        lines = [
+            f"model      {m['family']}, {m['num_params'] / 1e6:,.1f} M parameters, {m['num_layers']} layers, hidden {m['hidden_size']},"
+            f" {m['num_heads']} heads, {m['num_kv_heads']} KV heads, vocabulary {m['vocab_size']}, compute {m['compute_dtype']}",
+            f"devices    {self.num_devices}",
+            *(f"mesh       {name:<10}{describe(sizes)}" for name, sizes in self.meshes.items()),
+            "",
+            f"step       {b['prompts']} prompts x {b['group_size']} samples = {b['sequences']} sequences of at most"
+            f" {b['prompt_tokens']} + {b['response_tokens']} tokens, at most {b['tokens']:,} tokens",
+            f"rollout    {b['replicas']} replicas x {b['slots']} slots, pools of {b['num_pages']} pages x {b['page_size']} tokens",
+            f"updates    {b['epochs']} epochs x {b['minibatches']} minibatches of {b['minibatch_prompts']} prompts"
+            f" ({b['minibatch_sequences']} sequences); {b['updates']} in {b['steps']} steps"
+            + (f", the policy's from step {b['policy_delay_steps']} on" if b["policy_delay_steps"] else ""),
+            f"microbatch {b['shards']} shards x {b['microbatch_tokens']} tokens: {b['microbatch_sequences']} of the longest sequences a"
+            f" shard, at most {b['microbatches']} microbatches a minibatch",
+            "",
+            "bytes per device",
+            *(f"  {name:<40}{_size(n):>12}" for name, n in self.held_bytes.items()),
+            f"  {'held all the time':<40}{_size(sum(self.held_bytes.values())):>12}",
+        ]
+        for phase, parts in self.phase_bytes.items():
+            lines.append(f"  {'while ' + phase:<40}{'+ ' + _size(sum(parts.values())):>12}")
+            lines += [f"    {name:<38}{_size(n):>12}" for name, n in parts.items()]
+        lines += [f"  {'peak':<40}{_size(self.peak_bytes):>12}", "", "programs, compiled when a size first occurs"]
+        for name, sizes in self.programs.items():
+            head, _, axes = name.partition(" ")
+            lines.append(f"  {head:<20}at most {len(sizes):>4}, the largest {max(sizes, key=math.prod)} {axes}")
+        return "\n".join(lines)
+
+
+def find_arch(path: str) -> Arch:
+    """The architecture of a model: from the table of hub ids that are known, otherwise from the model's own files."""
+    return KNOWN[path] if path in KNOWN and not pathlib.Path(path).exists() else read_arch(path)
+
+
+def num_devices(config) -> int:
+    """The devices that the config's meshes fix, by their product; where none does, the devices of this machine."""
+    for section in ("learner", "rollout"):
+        sizes = config[section].mesh.to_dict().values()
+        if -1 not in sizes:
+            return math.prod(sizes)
+    return len(jax.devices())
+
+
+def make_plan(config, arch: Arch, num_devices: int) -> Plan:
+    """The plan of a validated config.
+
+    Raises:
+      UserError: a mesh that does not fit the number of devices or the model; sequences longer than the model's.
+    """
+    layouts = _layouts(config, num_devices)
+    batch = _batch(config, layouts)
+    if batch["prompt_tokens"] + batch["response_tokens"] > arch.max_position:
+        raise UserError(
+            f"config.rollout.max_new_tokens={batch['response_tokens']}: with data.max_prompt_tokens={batch['prompt_tokens']} that"
+            f" exceeds the {arch.max_position} positions of the model; lower one of them"
+        )
+    dtype = _compute_dtype(config.model.compute_dtype)
+    weights = {name: _weights(arch, layout, name == "critic") for name, layout in layouts.items()}
+    held = _held(config, arch, layouts, weights, batch, dtype)
+    phases = _phases(config, arch, layouts, weights, batch, dtype)
+    facts = {
+        "family": arch.family, "num_params": arch.num_params(), "num_layers": arch.num_layers, "num_heads": arch.num_heads,
+        "hidden_size": arch.hidden_size, "num_kv_heads": arch.num_kv_heads, "vocab_size": arch.vocab_size,
+        "compute_dtype": dtype.name,
+    }  # fmt: skip
+    meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
+    return Plan(facts, num_devices, meshes, batch, held, phases, _programs(config, layouts, batch))
+
+
+# Meshes and batches --------------------------------------------------------------------------------------------------
+
+
+def _abstract_layout(kind: Any, sizes: Mapping[str, int], num_devices: int) -> Layout:
+    shape = resolve_sizes(kind, sizes, num_devices)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    return Layout(mesh, TRAIN_TABLE if kind == "train" else ROLLOUT_TABLE, kind)  # type: ignore[arg-type]
+
+
+def _layouts(config, num_devices: int) -> dict[str, Layout]:
+    """Of the models that the run has."""
+    layouts = {
+        "learner": _abstract_layout("train", config.learner.mesh.to_dict(), num_devices),
+        "rollout": _abstract_layout("rollout", config.rollout.mesh.to_dict(), num_devices),
+    }
+    wanted = {"critic": config.algorithm.name == "ppo", "reference": config.algorithm.kl_in != "none"}
+    for name in (name for name, used in wanted.items() if used):
+        sizes = config[name].mesh.to_dict()
+        layouts[name] = _abstract_layout("train", sizes, num_devices) if any(sizes.values()) else layouts["learner"]
+    return layouts
+
+
+def _batch(config, layouts: dict[str, Layout]) -> dict[str, int]:
+    r, a, c = config.rollout, config.algorithm, config.learner
+    prompt, response = config.data.max_prompt_tokens, r.max_new_tokens
+    sequences, replicas = r.prompts_per_step * r.group_size, layouts["rollout"].batch_shards
+    shards = layouts["learner"].batch_shards
+    slots = r.slots or min(-(-sequences // replicas), MAX_DEFAULT_SLOTS)
+    width = -(-(prompt + response) // r.page_size)
+    minibatch = sequences // a.minibatches
+    per_microbatch = _microbatch_sequences(c.microbatch_tokens, r.group_size, prompt, response)
+    return {
+        "steps": config.steps, "prompts": r.prompts_per_step, "group_size": r.group_size, "sequences": sequences,
+        "prompt_tokens": prompt, "response_tokens": response,
+        "tokens": r.prompts_per_step * prompt + sequences * response,
+        "replicas": replicas, "slots": slots, "page_size": r.page_size,
+        "num_pages": r.num_pages or slots * width + width + 1,
+        "epochs": a.epochs, "minibatches": a.minibatches, "minibatch_prompts": r.prompts_per_step // a.minibatches,
+        "minibatch_sequences": minibatch, "updates": config.steps * a.epochs * a.minibatches,
+        "policy_delay_steps": config.critic.policy_delay_steps if a.name == "ppo" else 0,
+        "shards": shards, "microbatch_tokens": c.microbatch_tokens, "microbatch_sequences": per_microbatch,
+        "microbatches": -(-minibatch // (per_microbatch * shards)),
+    }  # fmt: skip
+
+
+def _microbatch_sequences(budget: int, group_size: int, prompt: int, response: int) -> int:
+    """Responses of a full microbatch: whole groups where they fit, since a group's prompt is computed once."""
+    prompt, response = bucket(prompt, LENGTH_STEP), bucket(response, LENGTH_STEP)
+    whole_groups = budget // (prompt + group_size * response)
+    return max(whole_groups * group_size or (budget - prompt) // response, 1)
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def _compute_dtype(name: str) -> np.dtype:
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return np.dtype(jax.numpy.dtype(name))
+
+
+def _weights(arch: Arch, layout: Layout, critic: bool) -> list[tuple[tuple[int, ...], Any]]:
+    """(shape on one device, partition) of every weight."""
+    model: Any = decoder.Critic if critic else decoder.Decoder
+    shapes = jax.tree.leaves(decoder.abstract_params(arch, model))
+    shardings = jax.tree.leaves(layout.tree(decoder.param_axes(arch, model), decoder.abstract_params(arch, model)))
+    return [(s.shard_shape(x.shape), s.spec) for x, s in zip(shapes, shardings, strict=True)]
+
+
+def _count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
+    return sum(math.prod(shape) for shape, _ in weights)
+
+
+def _held(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for name in ("learner", "critic"):
+        if name in weights:
+            label = "policy" if name == "learner" else name
+            held[f"{label}: parameters, float32"] = _count(weights[name]) * MASTER_BYTES
+            held[f"{label}: Adam's moments, float32"] = _count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
+    if "reference" in weights:
+        held["reference: parameters, float32"] = _count(weights["reference"]) * MASTER_BYTES
+    pool = paged.pool_shape(arch, batch["replicas"], batch["num_pages"], batch["page_size"])
+    shard = layouts["rollout"].sharding(paged.POOL_AXES, pool).shard_shape(pool)
+    held[f"rollout: KV pool, {dtype.name}"] = 2 * math.prod(shard) * dtype.itemsize  # keys and values
+    return held
+
+
+def _phases(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dict[str, int]]:
+    """The rollout's weights are let go before the updates and made anew after them."""
+    copied = sum(
+        math.prod(shape)
+        for (shape, spec), (train_shape, train_spec) in zip(weights["rollout"], weights["learner"], strict=True)
+        if dtype.itemsize != MASTER_BYTES or not _same_placement(spec, train_spec, shape, train_shape)
+    )
+    label = f"rollout weights, {dtype.name}" if copied else "rollout weights, the policy's own"
+    rollout = {label: copied * dtype.itemsize}
+    tensor = layouts["rollout"].mesh.shape["tensor"]
+    prefill = max(PREFILL_TOKENS, bucket(batch["prompt_tokens"], batch["page_size"]))
+    decode_logits = batch["slots"] * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
+    gathered = batch["slots"] * (batch["prompt_tokens"] + batch["response_tokens"]) * _kv_size(arch, tensor) * dtype.itemsize
+    one_layer = _layer_work(arch, prefill, batch["prompt_tokens"], tensor, dtype)
+    phases = {"generating": {**rollout, "work arrays, estimate": max(one_layer, decode_logits + gathered)}}
+    for name in ("learner", "critic"):
+        if name in weights:
+            sums = _count(weights[name]) * MASTER_BYTES
+            phases[f"updating the {'policy' if name == 'learner' else name}"] = {
+                "gradients, sum of microbatches": sums,
+                "gradients, one microbatch": sums,
+                "activations, estimate": _activations(config, arch, layouts[name], batch, dtype, has_head=name == "learner"),
+            }
+    return phases
+
+
+def _same_placement(spec: Any, train_spec: Any, shape: tuple[int, ...], train_shape: tuple[int, ...]) -> bool:
+    """Tensor groups are the innermost devices of both meshes, so equal splits over them are the same bytes in place."""
+    return shape == train_shape and spec == train_spec
+
+
+def _kv_size(arch: Arch, tensor: int) -> int:
+    return 2 * arch.num_kv_heads * arch.head_dim // tensor
+
+
+def _matmul_outputs(arch: Arch, tensor: int) -> int:
+    """Numbers per token that the matrix products of one layer put out."""
+    return (arch.num_heads * arch.head_dim + 2 * arch.intermediate_size) // tensor + _kv_size(arch, tensor) + 2 * arch.hidden_size
+
+
+def _layer_work(arch: Arch, tokens: int, keys: int, tensor: int, dtype) -> int:
+    """Bytes of one layer at work: the products, what lies between them, and the attention scores of one query chunk."""
+    between = 4 * arch.hidden_size + 2 * arch.num_heads * arch.head_dim // tensor + arch.intermediate_size // tensor
+    queries = tokens * min(QUERY_CHUNK / keys, 1.0)
+    scores = int(queries * keys * arch.num_heads / tensor) * 4 * 2  # scores and weights, float32
+    return tokens * (_matmul_outputs(arch, tensor) + between) * dtype.itemsize + scores
+
+
+def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: bool) -> int:
+    """Of one microbatch, forward and backward; scores and logits are computed again, so they exist for one part only."""
+    tensor, c = layout.mesh.shape["tensor"], config.learner
+    keys = batch["prompt_tokens"] + batch["response_tokens"]
+    shapes = _learner_shapes(batch, batch["minibatch_sequences"], layout.batch_shards)
+    tokens = max(prompts * u + responses * t for prompts, u, responses, t in shapes)
+    kept = {
+        "full": arch.hidden_size,
+        "dots": arch.hidden_size + _matmul_outputs(arch, tensor),
+        "none": 6 * arch.hidden_size + 2 * _matmul_outputs(arch, tensor),
+    }[c.remat]
+    head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * 4 * 3 if has_head else 0
+    layers = arch.num_layers * tokens * kept * dtype.itemsize
+    split = layout.mesh.shape["fsdp"] > 1  # then the weights at work are gathered, a layer at a time
+    gathered = arch.num_params() // arch.num_layers // tensor * dtype.itemsize * split
+    return layers + max(2 * _layer_work(arch, tokens, keys, tensor, dtype), head) + gathered
+
+
+# Programs ------------------------------------------------------------------------------------------------------------
+
+
+def _buckets(most: int, least: int = 1) -> list[int]:
+    return sorted({bucket(n, least) for n in range(1, most + 1)})
+
+
+def _programs(config, layouts: dict[str, Layout], batch: dict[str, int]) -> dict[str, list[tuple[int, ...]]]:
+    """All sizes that buckets allow; a run meets few of them, because its prompts have few lengths."""
+    page, prompt, response = batch["page_size"], batch["prompt_tokens"], batch["response_tokens"]
+    lengths = sorted({-(-size // page) * page for size in _buckets(max(prompt - 1, 1), page)})
+    width = -(-(prompt + response) // page)
+    a, axes = config.algorithm, "(prompts, prompt tokens, responses, response tokens)"
+
+    def passes(name: str, rows: int) -> list[tuple[int, ...]]:
+        return _learner_shapes(batch, rows, layouts[name].batch_shards)
+
+    programs: dict[str, list[tuple[int, ...]]] = {
+        "rollout.prefill (prompts, tokens)": [
+            (n, length) for length in lengths for n in _buckets(min(max(PREFILL_TOKENS // length, 1), batch["slots"]))
+        ],
+        "rollout.decode (pages per sequence)": sorted({(min(n, width),) for n in _buckets(width)}),
+        "rollout.copy (pages)": [(n,) for n in _buckets(batch["slots"])],
+        f"policy.update {axes}": passes("learner", batch["minibatch_sequences"]),
+    }
+    if a.epochs * a.minibatches > 1 or a.kl_in == "reward":
+        programs[f"policy.logprobs {axes}"] = passes("learner", batch["sequences"])
+    if "reference" in layouts:
+        programs[f"reference.logprobs {axes}"] = passes("reference", batch["sequences"])
+    if "critic" in layouts:
+        programs[f"critic.values {axes}"] = passes("critic", batch["sequences"])
+        programs[f"critic.update {axes}"] = passes("critic", batch["minibatch_sequences"])
+    return programs
+
+
+def _learner_shapes(batch: dict[str, int], rows: int, shards: int) -> list[tuple[int, ...]]:
+    """Sizes of the microbatches, on one shard, into which `jrl.packing.pack` splits `rows` sequences."""
+    group, budget = batch["group_size"], batch["microbatch_tokens"]
+    remainders = _buckets(-(-(-(-rows // shards)) // group))  # groups that are left for each shard
+    shapes = set()
+    for u in _buckets(batch["prompt_tokens"], LENGTH_STEP):
+        for t in _buckets(batch["response_tokens"], LENGTH_STEP):
+            most = _microbatch_sequences(budget, group, u, t)
+            shapes |= {(-(-size // group), u, size, t) for size in (min(most, n * group) for n in remainders)}
+    return sorted(shapes)
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:,.0f} {unit}" if unit in ("B", "KiB") else f"{n:,.1f} {unit}"
+        n /= 1024
+    raise AssertionError

@@ -1,0 +1,31 @@
+"""Bucketed lengths: every array that reaches a compiled program has one of a few sizes, so programs are few."""
+
+import logging
+
+log = logging.getLogger("jrl")
+
+
+def bucket(n: int, least: int = 1) -> int:
+    """The smallest of least, 1.5 least, 2 least, 3 least, 4 least, ... that is >= n; `least` even unless it is 1."""
+    size = max(least, 1)
+    while size < n:
+        half = size + size // 2
+        if size > 1 and half >= n:
+            return half
+        size *= 2
+    return size
+
+
+class ProgramLog:
+    """Counts the compiled programs of one component; each new one is logged, none should appear after warm-up."""
+
+    def __init__(self, name: str):
+        self.name, self.seen = name, set()
+
+    def note(self, *key) -> None:
+        if key not in self.seen:
+            self.seen.add(key)
+            log.debug("%s: program %d: %s", self.name, len(self.seen), key)
+
+    def __len__(self) -> int:
+        return len(self.seen)

@@ -1,0 +1,156 @@
+"""Moves a tree of arrays: from the train mesh to the rollout mesh, to another dtype, to other devices.
+
+Three cases, leaf by leaf:
+
+1. placement and dtype already as wanted: the result shares the leaf's memory (no bytes move);
+2. the same list of devices: one compiled program for all such leaves casts, then exchanges shards between devices;
+3. other devices: the source devices first regroup the leaf into parts that match the destination's shards (case 2),
+   then each part goes to the devices that want it.
+
+What is left out: case 2 leaves the choice of collectives to XLA's partitioner, and case 3 wants all devices in one
+process.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jrl.errors import UserError
+from jrl.sharding.layout import device_list, path_name
+
+
+def reshard(tree: Any, shardings: Any, dtype: Any = None) -> Any:
+    """The tree with every array in the placement asked for.
+
+    Args:
+      tree: arrays.
+      shardings: one sharding for all, or a tree of them in the same structure.
+      dtype: floating arrays are cast to it; None keeps every dtype.
+
+    Returns:
+      A tree of new arrays, except that leaves which need neither move nor cast share their memory with the input: to
+      donate or delete the one invalidates the other.
+
+    Raises:
+      UserError: other structures; a dimension that does not divide. Nothing has moved by then.
+    """
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in paths_and_leaves]
+    if isinstance(shardings, Sharding):
+        targets = [shardings] * len(leaves)
+    else:
+        targets, target_structure = jax.tree_util.tree_flatten(shardings)
+        if target_structure != structure:
+            raise UserError(
+                f"reshard: the arrays are {structure} but the shardings {target_structure}; pass trees of one structure"
+            )
+    for (path, leaf), target in zip(paths_and_leaves, targets, strict=True):
+        _check_divides(path_name(path), leaf.shape, target)
+    return jax.tree_util.tree_unflatten(structure, _move(leaves, targets, dtype))
+
+
+def _move(leaves: list[jax.Array], targets: list[Sharding], dtype: Any) -> list[jax.Array]:
+    dtypes = [_target_dtype(leaf.dtype, dtype) for leaf in leaves]
+    moved: list[Any] = [None] * len(leaves)
+    send: list[int] = []
+    exchange: dict[tuple[jax.Device, ...], list[int]] = {}
+    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        devices = device_list(leaf.sharding)
+        if leaf.dtype == dtypes[i] and leaf.sharding.is_equivalent_to(target, leaf.ndim):
+            moved[i] = jax.device_put(leaf, target)
+        elif devices == device_list(target):
+            exchange.setdefault(devices, []).append(i)
+        else:
+            send.append(i)
+    for group in exchange.values():
+        sources = tuple(leaves[i].sharding for i in group)
+        program = _exchange_program(sources, tuple(targets[i] for i in group), tuple(dtypes[i] for i in group))
+        for i, leaf in zip(group, program([leaves[i] for i in group]), strict=True):
+            moved[i] = leaf
+    if send:
+        matching = [_matching(leaves[i].shape, leaves[i].sharding, targets[i]) for i in send]
+        for i, leaf in zip(send, _move([leaves[i] for i in send], matching, dtype), strict=True):
+            moved[i] = _send(leaf, targets[i])
+    return moved
+
+
+def _target_dtype(have: Any, want: Any) -> np.dtype:
+    return have if want is None or not jnp.issubdtype(have, jnp.floating) else jnp.dtype(want)
+
+
+def _check_divides(name: str, shape: tuple[int, ...], target: Sharding) -> None:
+    try:
+        target.shard_shape(shape)
+    except ValueError:
+        raise UserError(
+            f"reshard: {name} of shape {shape} does not divide over {target}; choose mesh sizes that divide every"
+            " dimension they split"
+        ) from None
+
+
+# One list of devices ------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def _exchange_program(sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], dtypes: tuple[np.dtype, ...]):
+    """Jitted identity; jit itself keeps one compiled program per set of shapes."""
+
+    def identity(leaves: list[jax.Array]) -> list[jax.Array]:
+        # Pinning the cast to the source's placement makes it happen first, so fewer bytes move.
+        return [
+            x if x.dtype == dtype else jax.lax.with_sharding_constraint(x.astype(dtype), source)
+            for x, source, dtype in zip(leaves, sources, dtypes, strict=True)
+        ]
+
+    return jax.jit(identity, out_shardings=list(targets))
+
+
+# Other devices ------------------------------------------------------------------------------------------------------
+
+
+def _matching(shape: tuple[int, ...], source: Sharding, target: Sharding) -> NamedSharding:
+    """A placement on the source's devices whose parts are unions of the target's shards, as small as they can be.
+
+    Each dimension is split into as many parts as the target's, or, where the devices do not suffice, into a divisor of
+    that number; devices left over hold copies.
+    """
+    devices = np.array(device_list(source), dtype=object)
+    parts, left = [], devices.size
+    for size, shard in zip(shape, target.shard_shape(shape), strict=True):
+        parts.append(math.gcd(size // shard if shard else 1, left))
+        left //= parts[-1]
+    names = tuple(f"dim{axis}" for axis in range(len(shape)))
+    mesh = Mesh(devices.reshape(left, *parts), ("copies", *names), axis_types=(AxisType.Auto,) * (1 + len(names)))
+    return NamedSharding(mesh, PartitionSpec(*names))
+
+
+def _send(x: jax.Array, target: Sharding) -> jax.Array:
+    """Every target device's shard, cut from a part of `x` that contains it, the copies of a part taking turns."""
+    if not (x.is_fully_addressable and target.is_fully_addressable):
+        raise UserError("reshard: the two meshes are on different devices of several processes; give both all devices")
+    holders: dict[tuple, list[jax.Array]] = {}
+    for part in x.addressable_shards:
+        holders.setdefault(_bounds(part.index, x.shape), []).append(part.data)
+    turns = {bounds: itertools.cycle(copies) for bounds, copies in holders.items()}
+    cut, devices = [], []
+    for device, index in target.addressable_devices_indices_map(x.shape).items():
+        wanted = _bounds(index, x.shape)
+        bounds = next(b for b in turns if all(lo <= a and z <= hi for (lo, hi), (a, z) in zip(b, wanted, strict=True)))
+        part = next(turns[bounds])
+        cut.append(part if bounds == wanted else part[_inside(wanted, bounds)])
+        devices.append(device)
+    return jax.make_array_from_single_device_arrays(x.shape, target, jax.device_put(cut, devices))
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def _inside(wanted: tuple[tuple[int, int], ...], bounds: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(a - lo, z - lo) for (a, z), (lo, _) in zip(wanted, bounds, strict=True))
