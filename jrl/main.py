@@ -6,6 +6,7 @@ and exit status 2.
 
 import dataclasses
 import json
+import logging
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ class Command:
 
 
 def parse(args: Sequence[str]) -> Command:
-    """Reads `--config.a.b=v`, `--config.a.b v`, `--config.a.flag` and `--noconfig.a.flag`; one dash does as well as two.
+    """Reads `--config.a.b=v`, `--config.a.b v`, `--config.a.flag` and `--noconfig.a.flag`, with one dash or two.
 
     Raises:
       UserError: an argument that is none of these, or a flag without its value.
@@ -77,7 +78,7 @@ def help_text() -> str:
         "",
         "  --config=FILE[:ARG]   a file with get_config(), and its argument if it takes one",
         "  --config.KEY=VALUE    overrides one key, after the file",
-        "  --dry_run             print the plan (meshes, batches, bytes per device, programs) and stop; no weights are read",
+        "  --dry_run             print the plan (meshes, batches, bytes per device, programs) and stop",
         "  --help                this text",
         "",
         "Keys, with the defaults that hold where neither the file nor the command line says otherwise:",
@@ -104,12 +105,14 @@ def run(command: Command) -> None:
         raise UserError("--config is missing: python -m jrl.main --config=configs/demo.py; --help says more")
     config = config_lib.load(command.config, command.overrides)
     if command.dry_run:
-        from jrl import plan
+        from jrl import plan  # here and below, so that help and mistakes do not wait for jax to load
 
         print(plan.make_plan(config, plan.find_arch(config.model.path), plan.num_devices(config)).text())
         return
     from jrl.trainer import Trainer
 
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)  # on stderr
+    logging.getLogger("jrl").setLevel(logging.INFO)
     print(json.dumps(Trainer(config).train()), flush=True)
 
 

@@ -56,19 +56,21 @@ class Plan:
         """For people."""
         m, b = self.model, self.batch
         lines = [
-            f"model      {m['family']}, {m['num_params'] / 1e6:,.1f} M parameters, {m['num_layers']} layers, hidden {m['hidden_size']},"
-            f" {m['num_heads']} heads, {m['num_kv_heads']} KV heads, vocabulary {m['vocab_size']}, compute {m['compute_dtype']}",
+            f"model      {m['family']}, {m['num_params'] / 1e6:,.1f} M parameters, {m['num_layers']} layers,"
+            f" hidden {m['hidden_size']}, {m['num_heads']} heads, {m['num_kv_heads']} KV heads,"
+            f" vocabulary {m['vocab_size']}, compute {m['compute_dtype']}",
             f"devices    {self.num_devices}",
             *(f"mesh       {name:<10}{describe(sizes)}" for name, sizes in self.meshes.items()),
             "",
             f"step       {b['prompts']} prompts x {b['group_size']} samples = {b['sequences']} sequences of at most"
             f" {b['prompt_tokens']} + {b['response_tokens']} tokens, at most {b['tokens']:,} tokens",
-            f"rollout    {b['replicas']} replicas x {b['slots']} slots, pools of {b['num_pages']} pages x {b['page_size']} tokens",
+            f"rollout    {b['replicas']} replicas x {b['slots']} slots, pools of {b['num_pages']} pages of"
+            f" {b['page_size']} tokens",
             f"updates    {b['epochs']} epochs x {b['minibatches']} minibatches of {b['minibatch_prompts']} prompts"
             f" ({b['minibatch_sequences']} sequences); {b['updates']} in {b['steps']} steps"
             + (f", the policy's from step {b['policy_delay_steps']} on" if b["policy_delay_steps"] else ""),
-            f"microbatch {b['shards']} shards x {b['microbatch_tokens']} tokens: {b['microbatch_sequences']} of the longest sequences a"
-            f" shard, at most {b['microbatches']} microbatches a minibatch",
+            f"microbatch {b['shards']} shards x {b['microbatch_tokens']} tokens: {b['microbatch_sequences']} of the"
+            f" longest sequences a shard, at most {b['microbatches']} microbatches a minibatch",
             "",
             "bytes per device",
             *(f"  {name:<40}{_size(n):>12}" for name, n in self.held_bytes.items()),
@@ -105,20 +107,23 @@ def make_plan(config, arch: Arch, num_devices: int) -> Plan:
       UserError: a mesh that does not fit the number of devices or the model; sequences longer than the model's.
     """
     layouts = _layouts(config, num_devices)
+    for layout in layouts.values():  # weights are checked where they are counted, heads are split by the forward pass
+        layout.sharding(("act_heads",), (arch.num_heads,))
+        layout.sharding(("act_kv_heads",), (arch.num_kv_heads,))
     batch = _batch(config, layouts)
     if batch["prompt_tokens"] + batch["response_tokens"] > arch.max_position:
         raise UserError(
-            f"config.rollout.max_new_tokens={batch['response_tokens']}: with data.max_prompt_tokens={batch['prompt_tokens']} that"
-            f" exceeds the {arch.max_position} positions of the model; lower one of them"
+            f"config.rollout.max_new_tokens={batch['response_tokens']}: with data.max_prompt_tokens="
+            f"{batch['prompt_tokens']} that exceeds the {arch.max_position} positions of the model; lower one of them"
         )
     dtype = _compute_dtype(config.model.compute_dtype)
     weights = {name: _weights(arch, layout, name == "critic") for name, layout in layouts.items()}
     held = _held(config, arch, layouts, weights, batch, dtype)
     phases = _phases(config, arch, layouts, weights, batch, dtype)
     facts = {
-        "family": arch.family, "num_params": arch.num_params(), "num_layers": arch.num_layers, "num_heads": arch.num_heads,
-        "hidden_size": arch.hidden_size, "num_kv_heads": arch.num_kv_heads, "vocab_size": arch.vocab_size,
-        "compute_dtype": dtype.name,
+        "family": arch.family, "num_params": arch.num_params(), "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size, "num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads,
+        "vocab_size": arch.vocab_size, "compute_dtype": dtype.name,
     }  # fmt: skip
     meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
     return Plan(facts, num_devices, meshes, batch, held, phases, _programs(config, layouts, batch))
@@ -224,16 +229,18 @@ def _phases(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dic
     tensor = layouts["rollout"].mesh.shape["tensor"]
     prefill = max(PREFILL_TOKENS, bucket(batch["prompt_tokens"], batch["page_size"]))
     decode_logits = batch["slots"] * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
-    gathered = batch["slots"] * (batch["prompt_tokens"] + batch["response_tokens"]) * _kv_size(arch, tensor) * dtype.itemsize
+    keys = batch["slots"] * (batch["prompt_tokens"] + batch["response_tokens"])
+    gathered = keys * _kv_size(arch, tensor) * dtype.itemsize
     one_layer = _layer_work(arch, prefill, batch["prompt_tokens"], tensor, dtype)
     phases = {"generating": {**rollout, "work arrays, estimate": max(one_layer, decode_logits + gathered)}}
     for name in ("learner", "critic"):
         if name in weights:
             sums = _count(weights[name]) * MASTER_BYTES
+            work = _activations(config, arch, layouts[name], batch, dtype, has_head=name == "learner")
             phases[f"updating the {'policy' if name == 'learner' else name}"] = {
                 "gradients, sum of microbatches": sums,
                 "gradients, one microbatch": sums,
-                "activations, estimate": _activations(config, arch, layouts[name], batch, dtype, has_head=name == "learner"),
+                "activations, estimate": work,
             }
     return phases
 
@@ -249,7 +256,8 @@ def _kv_size(arch: Arch, tensor: int) -> int:
 
 def _matmul_outputs(arch: Arch, tensor: int) -> int:
     """Numbers per token that the matrix products of one layer put out."""
-    return (arch.num_heads * arch.head_dim + 2 * arch.intermediate_size) // tensor + _kv_size(arch, tensor) + 2 * arch.hidden_size
+    split = (arch.num_heads * arch.head_dim + 2 * arch.intermediate_size) // tensor
+    return split + _kv_size(arch, tensor) + 2 * arch.hidden_size
 
 
 def _layer_work(arch: Arch, tokens: int, keys: int, tensor: int, dtype) -> int:
@@ -261,7 +269,7 @@ def _layer_work(arch: Arch, tokens: int, keys: int, tensor: int, dtype) -> int:
 
 
 def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: bool) -> int:
-    """Of one microbatch, forward and backward; scores and logits are computed again, so they exist for one part only."""
+    """Of one microbatch, forward and backward; scores and logits are computed again, so they exist in part only."""
     tensor, c = layout.mesh.shape["tensor"], config.learner
     keys = batch["prompt_tokens"] + batch["response_tokens"]
     shapes = _learner_shapes(batch, batch["minibatch_sequences"], layout.batch_shards)
@@ -316,7 +324,8 @@ def _programs(config, layouts: dict[str, Layout], batch: dict[str, int]) -> dict
 def _learner_shapes(batch: dict[str, int], rows: int, shards: int) -> list[tuple[int, ...]]:
     """Sizes of the microbatches, on one shard, into which `jrl.packing.pack` splits `rows` sequences."""
     group, budget = batch["group_size"], batch["microbatch_tokens"]
-    remainders = _buckets(-(-(-(-rows // shards)) // group))  # groups that are left for each shard
+    rows_per_shard = -(-rows // shards)
+    remainders = _buckets(-(-rows_per_shard // group))  # groups that are left for each shard
     shapes = set()
     for u in _buckets(batch["prompt_tokens"], LENGTH_STEP):
         for t in _buckets(batch["response_tokens"], LENGTH_STEP):

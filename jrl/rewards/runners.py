@@ -1,0 +1,209 @@
+"""Three ways to run a reward function: inline, in a process that can be killed, in a thread that can be left behind.
+
+Each has `run(prompts, completions, columns, timeout_s) -> (rewards f32[N], failures)`: where a sample has no reward it
+is NaN, and `failures` say why. N samples.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jrl.rewards import worker
+from jrl.rewards.worker import RewardFailure
+
+START_TIMEOUT_S = 60.0  # for starting a process and importing a user's module, on top of the rewards' own deadline
+MAX_ABANDONED = 8  # threads of one function that may hang at a time
+
+Columns = dict[str, list]
+
+
+class Failures(NamedTuple):
+    kind: str  # of `RewardFailure`
+    samples: int
+    text: str
+
+
+Outcome = tuple[np.ndarray, list[Failures]]
+
+
+class Runner(Protocol):
+    def run(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float
+    ) -> Outcome: ...
+
+
+def _all_failed(n: int, failure: RewardFailure) -> Outcome:
+    return np.full(n, np.nan, np.float32), [Failures(failure.kind, n, failure.text)]
+
+
+class Inline:
+    """Calls the function in place: for rules that are known to return."""
+
+    def __init__(self, fn: Callable):
+        self._fn = fn
+
+    def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
+        try:
+            return worker.call(self._fn, prompts, completions, columns), []
+        except RewardFailure as failure:
+            return _all_failed(len(completions), failure)
+
+
+class Abandonable:
+    """Calls the function in a daemon thread, left to itself at the deadline: for what no other process can load."""
+
+    def __init__(self, fn: Callable):
+        self._fn = fn
+        self._abandoned: list[threading.Thread] = []
+
+    def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
+        n = len(completions)
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        if len(self._abandoned) >= MAX_ABANDONED:
+            return _all_failed(n, RewardFailure("timeout", f"not called: {MAX_ABANDONED} earlier calls still hang"))
+        done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        arguments = (prompts, completions, columns, timeout_s)
+        thread = threading.Thread(target=lambda: done.put(Inline(self._fn).run(*arguments)), daemon=True)
+        thread.start()
+        try:
+            return done.get(timeout=timeout_s)
+        except queue.Empty:
+            self._abandoned.append(thread)
+            return _all_failed(
+                n, RewardFailure("timeout", f"still running after {timeout_s:g} s, in a thread that goes on")
+            )
+
+
+class Process:
+    """A process with one function: started when needed, reused, killed and replaced when it hangs or crashes."""
+
+    def __init__(self, spec: bytes | str, module: str = ""):
+        self._spec, self._module = spec, module  # a module to import beforehand, as that takes seconds
+        self._connection: Connection | None = None
+        self.kill: Callable[[], Any] = lambda: None
+
+    def start(self) -> None:
+        """Starts the process and loads the function, unless it runs already.
+
+        Raises:
+          RewardFailure: of kind load.
+        """
+        if self._connection is not None:
+            return
+        mine, its = multiprocessing.Pipe()
+        command = [sys.executable, "-P", worker.__file__, str(its.fileno())]
+        # A group of its own: Ctrl-C is for the trainer, and a kill reaches what the function has started. What a
+        # function prints goes to stderr. Should it use jax, it must not claim the accelerator.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[its.fileno()], start_new_session=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        its.close()
+        self._connection = mine
+        self.kill = weakref.finalize(self, _kill, process, mine)
+        path = [os.path.abspath(entry) for entry in dict.fromkeys([*sys.path, ""])]
+        try:
+            self.send("load", path, self._spec, self._module)
+            self.receive(START_TIMEOUT_S)
+        except RewardFailure as failure:
+            self._stop()
+            raise RewardFailure("load", failure.text) from None
+
+    def send(self, *message: Any) -> None:
+        """Raises RewardFailure where the message cannot be pickled or nobody is there to read it."""
+        assert self._connection is not None
+        try:
+            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            self._stop()
+            raise RewardFailure("crash", "the worker process died") from None
+        except Exception as error:
+            raise RewardFailure(
+                "error", f"a column cannot be sent to the worker process: {worker.describe(error)}"
+            ) from error
+
+    def receive(self, timeout_s: float) -> Any:
+        """The next reply; at the deadline, or at any other interruption, the process is killed."""
+        assert self._connection is not None
+        try:
+            if not self._connection.poll(max(timeout_s, 0.0)):
+                raise RewardFailure("timeout", f"still running after {timeout_s:.3g} s; its process was killed")
+            status, value = self._connection.recv()
+        except (EOFError, OSError):
+            self._stop()
+            raise RewardFailure("crash", "the worker process died") from None
+        except BaseException:
+            self._stop()
+            raise
+        if status != "ok":
+            raise RewardFailure(status, value)
+        return value
+
+    def _stop(self) -> None:
+        self.kill()
+        self._connection = None
+
+
+def _kill(process: subprocess.Popen, connection: Connection) -> None:
+    connection.close()
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by itself
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class Batches:
+    """A user's function in a worker process, all samples in one call."""
+
+    def __init__(self, spec: bytes | str):
+        self._process = Process(spec)
+        self._process.start()
+
+    def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
+        try:
+            self._process.start()
+            self._process.send("batch", prompts, completions, columns)
+            return self._process.receive(timeout_s), []
+        except RewardFailure as failure:
+            return _all_failed(len(completions), failure)
+
+
+class Rows:
+    """A verifier in a process, one sample at a time; one that hangs for a quarter of the deadline costs only itself."""
+
+    def __init__(self, spec: str, module: str):
+        self._process = Process(spec, module)
+
+    def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
+        n = len(completions)
+        rewards, failures = np.full(n, np.nan, np.float32), []
+        left_s = timeout_s
+        for i, completion in enumerate(completions):
+            if left_s <= 0:
+                failures.append(Failures("timeout", n - i, f"not reached in {timeout_s:g} s"))
+                break
+            try:
+                self._process.start()  # after a kill; its time does not count
+            except RewardFailure as failure:
+                failures.append(Failures(failure.kind, n - i, failure.text))
+                break
+            started = time.monotonic()
+            try:
+                self._process.send("row", completion, {name: values[i] for name, values in columns.items()})
+                rewards[i] = self._process.receive(min(left_s, timeout_s / 4))
+            except RewardFailure as failure:
+                failures.append(Failures(failure.kind, 1, failure.text))
+            left_s -= time.monotonic() - started
+        return rewards, failures

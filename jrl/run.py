@@ -1,0 +1,243 @@
+"""What a run keeps: its directory, its metrics and samples, its checkpoints, and how it is interrupted.
+
+`runs/NAME/` holds config.json, metrics.jsonl, TensorBoard events, samples.jsonl, checkpoints/, result.json, report.html and
+hf/, the trained model as `transformers` reads it.
+"""
+
+import json
+import logging
+import pathlib
+import signal
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl import config as config_lib
+from jrl.algorithms.value_loss import explained_variance
+from jrl.build import Parts
+from jrl.checkpoint import Checkpointer
+from jrl.errors import UserError
+from jrl.metrics import MetricsWriter, Timers, response_metrics, stats
+from jrl.models.hf import save_hf
+from jrl.report import write_report
+from jrl.samples import SampleWriter
+from jrl.types import Batch
+
+log = logging.getLogger("jrl")
+
+
+class Interrupted(Exception):
+    """SIGTERM or Ctrl-C came; the message says which."""
+
+
+class Run:
+    """The state of a run beside the models', and everything that leaves the process.
+
+    Attributes:
+      step: steps completed.
+      samples: sequences sampled so far, which numbers the random draws.
+      before: the metrics of the evaluation at the start.
+    """
+
+    def __init__(self, config, parts: Parts):
+        self.config, self.parts = config, parts
+        self.directory = pathlib.Path(config.run_dir)
+        self.step, self.samples, self.seconds = 0, 0, 0.0
+        self.before: dict[str, float] = {}
+        self.last_eval: dict[str, float] = {}
+        self.timers = Timers()
+        self._sampled: list[Batch] = []
+        self._committed: dict[str, Any] = {}
+        self._signal: str | None = None
+        self._old_handlers: dict[int, Any] = {}
+        if not config.resume and (self.directory / "metrics.jsonl").exists():
+            raise UserError(
+                f"config.run_dir={config.run_dir}: holds a run already; continue it with --config.resume=True, or give another"
+            )
+        self.checkpoints = Checkpointer(self.directory / "checkpoints", config.checkpoint.keep, config.checkpoint.best)
+        self._began = time.perf_counter()
+
+    # Signals -------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Run":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old_handlers[number] = signal.signal(number, self._note_signal)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._old_handlers.clear()
+        self.checkpoints.close()
+
+    def _note_signal(self, number: int, _frame: Any) -> None:
+        self._signal = signal.Signals(number).name
+        # A second one is not waited for.
+        signal.signal(number, self._old_handlers[number])
+        log.warning("%s: saving and leaving; again to leave at once", self._signal)
+
+    def check(self) -> None:
+        """Raises Interrupted if a signal has come. Called where nothing is half done."""
+        if self._signal:
+            raise Interrupted(self._signal)
+
+    # Start and resume ------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> dict[str, Any]:
+        """The training states: of the latest readable checkpoint when resuming, otherwise fresh ones."""
+        p = self.parts
+        learners = {"policy": p.policy} | ({"critic": p.critic} if p.critic else {})
+        found = None
+        if self.config.resume:
+            found = self.checkpoints.restore({name: learner.abstract_state() for name, learner in learners.items()})
+            if found is None:
+                log.warning("nothing to resume in %s: starting from the beginning", self.checkpoints.directory)
+        if found is None:
+            states = {"policy": p.policy.init_state(p.initial_params)}
+            if p.critic:
+                states["critic"] = p.critic.init_state(p.initial_critic(p.initial_params))
+        else:
+            self.step, states, extra = found
+            self.samples, self.seconds, self.before = extra["samples"], extra["seconds"], extra["before"]
+            self.last_eval = extra["last_eval"]
+            p.stream.restore(extra["stream"])
+            log.info("resumed at step %d", self.step)
+        p.initial_params = None
+        self._open_logs()
+        self._commit()
+        return states
+
+    def _open_logs(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        resolved = json.dumps(config_lib.flatten(self.config), indent=1)
+        (self.directory / "config.json").write_text(resolved + "\n")
+        c = self.config
+        self.metrics = MetricsWriter(self.directory, c.log.tensorboard, c.steps, self.step)
+        self.sample_log = SampleWriter(self.directory, self.step) if c.log.samples else None
+
+    def _commit(self) -> None:
+        """Takes note of where the finished steps have led; a checkpoint of an interrupted step goes back to here."""
+        self._committed = {
+            "samples": self.samples, "seconds": self.seconds, "before": self.before, "last_eval": self.last_eval,
+            "stream": self.parts.stream.state(),
+        }  # fmt: skip
+
+    # During ----------------------------------------------------------------------------------------------------------------
+
+    def record(self, batch: Batch) -> None:
+        """Every sampled sequence, whether it is trained on or not."""
+        self._sampled.append(batch)
+
+    def finish_step(self, step: int, batch: Batch, updates: dict[str, float], seconds: float) -> None:
+        """Writes the step's metrics and samples, and counts it as done."""
+        self.seconds += seconds
+        tokens = sum(int(b.rollout.lens.sum()) for b in self._sampled)
+        metrics = {**batch_metrics(batch, self._sampled, self.config), **updates, **self.timers.collect()}
+        metrics["timing_s/step"] = seconds
+        metrics["perf/throughput"] = tokens / seconds
+        metrics["perf/compiled_programs"] = sum(
+            len(x.compiled) for x in (self.parts.policy, self.parts.critic, self.parts.reference, self.parts.engine) if x
+        )
+        self.metrics.log(step, metrics)
+        if self.sample_log:
+            for sampled in self._sampled:
+                kept = batch if len(self._sampled) == 1 and len(batch) == len(sampled) else None
+                self.sample_log.write(step, sampled, None if kept is None else kept.advantages)
+        every = self.config.log.print_samples_every
+        if every and (step + 1) % every == 0:
+            first = self._sampled[0]
+            self.metrics.print_samples([(first.prompts[i].text, first.texts[i], float(first.rewards[i])) for i in range(min(3, len(first)))])
+        self._sampled = []
+        self.step = step + 1
+        self._commit()
+
+    def log_eval(self, sampled: Batch | None, greedy: Batch) -> dict[str, float]:
+        """Writes and returns held-out accuracy: the first reward function's mean."""
+        name = next(iter(greedy.reward_parts))
+        source = self.config.data.eval or self.config.data.train
+        result = {"greedy": float(greedy.reward_parts[name].mean())}
+        if sampled is not None:
+            result["accuracy"] = float(sampled.reward_parts[name].mean())
+        self.last_eval = result
+        shown = {f"val-core/{source}/{name}/greedy@1": result["greedy"]}
+        if sampled is not None:
+            shown[f"val-core/{source}/{name}/mean@{self.config.eval.samples}"] = result["accuracy"]
+        self.metrics.log_eval(self.step, shown)
+        return result
+
+    # Saving and leaving ------------------------------------------------------------------------------------------------------
+
+    def save_if_due(self, states: dict[str, Any]) -> None:
+        every = self.config.checkpoint.every_steps
+        if every and self.step % every == 0 and self.step < self.config.steps:
+            self.save(states)
+
+    def save(self, states: dict[str, Any]) -> None:
+        """A checkpoint of the last finished step; the writing goes on in the background."""
+        with self.timers("save_checkpoint"):
+            metric = self.last_eval.get("accuracy", self.last_eval.get("greedy"))
+            self.checkpoints.save(self.step, states, self._committed, metric)
+
+    def leave(self, states: dict[str, Any], why: Interrupted) -> dict[str, Any]:
+        """Saves an interrupted run."""
+        self.save(states)
+        self.checkpoints.wait()
+        self._close()
+        log.warning("%s: saved step %d in %s; continue with --config.resume=True", why, self.step, self.directory)
+        return {"interrupted": str(why), "steps": self.step, "run_dir": str(self.directory)}
+
+    def finish(self, states: dict[str, Any], after: dict[str, float]) -> dict[str, Any]:
+        """The last checkpoint, the export and the report; returns the summary."""
+        self._commit()
+        self.save(states)
+        self.checkpoints.wait()
+        export = None
+        if self.config.export.hf:
+            export = str(self.directory / "hf")
+            save_hf(export, self.parts.arch, states["policy"].params, self.parts.tokenizer)
+        result = {
+            "task": self.config.data.train,
+            "accuracy_before": self.before.get("accuracy"),
+            "accuracy_after": after.get("accuracy"),
+            "greedy_before": self.before.get("greedy"),
+            "greedy_after": after.get("greedy"),
+            "steps": self.step,
+            "seconds": round(time.perf_counter() - self._began, 1),
+            "samples_per_s": round(self.samples / self.seconds, 3) if self.seconds else None,
+            "export": export,
+        }
+        (self.directory / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        self._close()
+        write_report(self.directory)
+        return result
+
+    def _close(self) -> None:
+        self.metrics.close()
+        if self.sample_log:
+            self.sample_log.close()
+
+
+def batch_metrics(batch: Batch, sampled: list[Batch], config) -> dict[str, float]:
+    """What a step's samples say, under the names that users of such systems know."""
+    rewards = np.concatenate([b.rewards for b in sampled])
+    valid = np.concatenate([b.valid for b in sampled])
+    name = next(iter(batch.reward_parts))
+    metrics = {
+        **stats("critic/score", rewards[valid]),
+        **stats("critic/rewards", batch.rewards[batch.valid]),
+        **stats("critic/advantages", batch.advantages[batch.loss_mask]),
+        **response_metrics(np.concatenate([b.rollout.response_lens for b in sampled]), config.rollout.max_new_tokens),
+        **stats("prompt_length", np.concatenate([b.rollout.prompt_lens for b in sampled])),
+        "train/accuracy": float(np.concatenate([b.reward_parts[name] for b in sampled])[valid].mean()) if valid.any() else 0.0,
+        "reward/failed": float((~valid).sum()),
+        "rollout/groups_kept": len(np.unique(batch.rollout.group_ids)) / sum(len(np.unique(b.rollout.group_ids)) for b in sampled),
+    }
+    if batch.values is not None:
+        mask = batch.loss_mask
+        metrics |= stats("critic/values", batch.values[mask])
+        metrics["critic/vf_explained_var"] = float(explained_variance(batch.values, batch.returns, mask))
+    return metrics

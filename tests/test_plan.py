@@ -1,0 +1,195 @@
+"""The plan against the numbers that a run of it meets: arrays on devices, packed microbatches, page pools."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.config import default_config, override, validate
+from jrl.errors import UserError
+from jrl.models import decoder
+from jrl.models.arch import KNOWN, Arch
+from jrl.packing import pack
+from jrl.plan import find_arch, make_plan, num_devices
+from jrl.rollout.engine import Engine
+from jrl.sharding.layout import Layout
+from jrl.types import Completion, make_rollout
+
+GIB = 2**30
+
+
+def small_arch(**changes) -> Arch:
+    arch = KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
+    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2)
+    return dataclasses.replace(arch, **sizes, num_heads=8, num_kv_heads=4, head_dim=8, **changes)
+
+
+def config(**overrides):
+    c = default_config()
+    c.model.path, c.data.train = "random:tiny", "train.jsonl"
+    c.model.compute_dtype = "float32"
+    for name, value in overrides.items():
+        override(c, name.replace("__", "."), value)
+    validate(c)
+    return c
+
+
+def bytes_on(tree, device) -> int:
+    return sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), (1, 2, 4)])
+def test_weights_and_pool_take_the_bytes_that_the_plan_says(sizes):
+    data, fsdp, tensor = sizes
+    arch = small_arch()
+    c = config(
+        learner__mesh__data=data, learner__mesh__fsdp=fsdp, learner__mesh__tensor=tensor, rollout__mesh__tensor=tensor,
+        algorithm__name="ppo", algorithm__kl_in="loss", algorithm__kl_coef=0.1, data__max_prompt_tokens=24,
+        rollout__max_new_tokens=8, rollout__prompts_per_step=4, rollout__group_size=4,
+    )  # fmt: skip
+    plan = make_plan(c, arch, 8)
+    device, layout = jax.devices()[0], Layout.train(c.learner.mesh.to_dict())
+
+    def weight_bytes(model) -> int:
+        shapes = decoder.abstract_params(arch, model)
+        placed = layout.tree(decoder.param_axes(arch, model), shapes)
+        zeros = jax.tree.map(lambda x, s: jax.device_put(np.zeros(x.shape, x.dtype), s), shapes, placed)
+        return bytes_on(zeros, device)
+
+    weights = weight_bytes(decoder.Decoder)
+    assert plan.held_bytes["policy: parameters, float32"] == weights
+    assert plan.held_bytes["policy: Adam's moments, float32"] == 2 * weights
+    assert plan.held_bytes["reference: parameters, float32"] == weights
+    assert plan.held_bytes["critic: parameters, float32"] == weight_bytes(decoder.Critic)
+    engine = Engine(
+        arch, Layout.rollout(c.rollout.mesh.to_dict()), slots=plan.batch["slots"], max_tokens=32, eos_ids=(1,),
+        page_size=c.rollout.page_size, num_pages=c.rollout.num_pages, decode_chunk=4,
+    )  # fmt: skip
+    assert plan.held_bytes["rollout: KV pool, float32"] == bytes_on(engine.pool, device)
+    assert plan.batch["num_pages"] == engine.shape.num_pages and plan.batch["replicas"] == engine.replicas
+
+
+def rollout_bytes(plan) -> int:
+    return next(n for name, n in plan.phase_bytes["generating"].items() if name.startswith("rollout weights"))
+
+
+def test_rollout_weights_are_the_policys_own_only_where_placement_and_dtype_agree():
+    arch = small_arch()
+    whole = 4 * arch.num_params()
+    same = config(learner__mesh__fsdp=1, learner__mesh__data=-1)
+    assert rollout_bytes(make_plan(same, arch, 8)) == 0
+    tensor = dict(learner__mesh__tensor=2, rollout__mesh__tensor=2)
+    assert rollout_bytes(make_plan(config(learner__mesh__fsdp=1, learner__mesh__data=-1, **tensor), arch, 8)) == 0
+    bf16 = config(learner__mesh__fsdp=1, learner__mesh__data=-1, model__compute_dtype="bfloat16")
+    assert rollout_bytes(make_plan(bf16, arch, 8)) == whole // 2
+    # Under fsdp only the norms and biases, which it does not split, stay where they are.
+    fsdp = rollout_bytes(make_plan(config(), arch, 8))
+    assert 0.98 * whole < fsdp < whole
+
+
+def test_batch_arithmetic_by_hand():
+    c = config(
+        rollout__prompts_per_step=16, rollout__group_size=4, rollout__max_new_tokens=32, data__max_prompt_tokens=64,
+        algorithm__epochs=2, algorithm__minibatches=4, steps=10, learner__microbatch_tokens=500,
+        rollout__mesh__replica=2, learner__mesh__fsdp=2, rollout__page_size=16,
+    )  # fmt: skip
+    b = make_plan(c, small_arch(), 2).batch
+    assert b["sequences"] == 64 and b["minibatch_sequences"] == 16 and b["minibatch_prompts"] == 4
+    assert b["updates"] == 80
+    assert b["tokens"] == 16 * 64 + 64 * 32
+    assert b["slots"] == 32 and b["num_pages"] == 32 * 6 + 6 + 1  # 96 tokens are 6 pages
+    # A group is 64 + 4 x 32 = 192 padded tokens, so 2 groups of 4 fit into 500; 2 shards take the 16 at once.
+    assert b["microbatch_sequences"] == 8 and b["microbatches"] == 1
+
+
+@pytest.mark.parametrize(("group", "budget", "shards"), [(4, 500, 2), (8, 120, 1), (1, 4096, 4)])
+def test_every_packed_microbatch_has_a_size_of_the_plan(group, budget, shards):
+    prompts = 16
+    c = config(
+        rollout__prompts_per_step=prompts, rollout__group_size=group, rollout__max_new_tokens=40,
+        data__max_prompt_tokens=50, learner__microbatch_tokens=budget, learner__mesh__fsdp=shards,
+        algorithm__name="ppo", algorithm__minibatches=2,
+    )  # fmt: skip
+    plan = make_plan(c, small_arch(), shards)
+    sizes = {name.partition(" ")[0]: set(shapes) for name, shapes in plan.programs.items()}
+    rng = np.random.default_rng(0)
+    met = set()
+    for _ in range(20):
+        longest = rng.integers(1, 51), rng.integers(1, 41)
+        texts = [rng.integers(0, 500, rng.integers(1, longest[0] + 1)).astype(np.int32) for _ in range(prompts)]
+        zeros = [np.zeros(rng.integers(1, longest[1] + 1)) for _ in range(prompts * group)]
+        done = [
+            Completion(i // group, i % group, z.astype(np.int32), z, z, z.astype(np.int32), "length")
+            for i, z in enumerate(zeros)
+        ]
+        rollout = make_rollout(texts, done)
+        rows = np.flatnonzero(rollout.group_ids < prompts // 2)
+        update = {p.shape for p in pack(rollout, {}, rows, shards, budget)}
+        forward = {p.shape for p in pack(rollout, {}, np.arange(len(rollout)), shards, budget)}
+        assert update <= sizes["policy.update"] and forward <= sizes["critic.values"]
+        met |= update | forward
+    assert len(met) > 3  # the sizes did vary
+
+
+def test_programs_are_those_of_the_algorithm():
+    def names(**overrides):
+        return {name.partition(" ")[0] for name in make_plan(config(**overrides), small_arch(), 1).programs}
+
+    rollout = {"rollout.prefill", "rollout.decode", "rollout.copy"}
+    assert names() == rollout | {"policy.update"}
+    assert names(algorithm__epochs=2) == rollout | {"policy.update", "policy.logprobs"}
+    assert names(algorithm__kl_in="loss", algorithm__kl_coef=0.1) == rollout | {"policy.update", "reference.logprobs"}
+    assert names(algorithm__name="ppo") == rollout | {"policy.update", "critic.update", "critic.values"}
+
+
+def test_longer_sequences_and_less_remat_need_more():
+    arch = small_arch()
+    peak = {remat: make_plan(config(learner__remat=remat), arch, 1).peak_bytes for remat in ("full", "dots", "none")}
+    assert peak["full"] < peak["dots"] < peak["none"]
+    assert make_plan(config(rollout__max_new_tokens=512), arch, 1).peak_bytes > peak["full"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "part"),
+    [
+        ({"learner__mesh__fsdp": 3}, 8, "8"),
+        ({"rollout__mesh__tensor": 8}, 8, "kv_heads"),
+        ({"learner__mesh__tensor": 8}, 8, "kv_heads.* of size 4"),
+        ({"data__max_prompt_tokens": 40_000}, 1, "config.rollout.max_new_tokens=256"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides, devices, part):
+    with pytest.raises(UserError, match=part):
+        make_plan(config(**overrides), small_arch(), devices)
+
+
+def test_a_large_model_on_many_devices_is_planned_without_them():
+    # 32B fp32 masters and two moments are 12 bytes a parameter; over 64 chips 32.8e9 * 12 / 64 = 5.7 GiB.
+    meshes = dict(learner__mesh__fsdp=16, learner__mesh__tensor=4, rollout__mesh__tensor=8)
+    c = config(model__compute_dtype="bfloat16", **meshes)
+    arch = find_arch("Qwen/Qwen2.5-32B-Instruct")
+    assert num_devices(c) == 64
+    plan = make_plan(c, arch, 64)
+    state = plan.held_bytes["policy: parameters, float32"] + plan.held_bytes["policy: Adam's moments, float32"]
+    assert state / GIB == pytest.approx(arch.num_params() * 12 / 64 / GIB, rel=0.01) and 5.5 < state / GIB < 6.5
+    assert rollout_bytes(plan) == pytest.approx(arch.num_params() * 2 / 8, rel=0.01)
+
+
+def test_devices_of_a_plan():
+    assert num_devices(config()) == len(jax.devices()) == 8
+    assert num_devices(config(rollout__mesh__replica=4, rollout__mesh__tensor=4)) == 16
+
+
+def test_text_and_dict_say_the_same():
+    plan = make_plan(config(), small_arch(), 8)
+    d = json.loads(json.dumps(plan.to_dict()))
+    most = max(sum(parts.values()) for parts in plan.phase_bytes.values())
+    assert d["peak_bytes"] == plan.peak_bytes == sum(plan.held_bytes.values()) + most
+    text = plan.text()
+    assert "32 prompts x 8 samples = 256 sequences" in text and "data=1 fsdp=8 tensor=1" in text
+    for name in [*plan.held_bytes, *plan.meshes]:
+        assert name in text
+    assert all(math.prod(size) > 0 for sizes in plan.programs.values() for size in sizes)
