@@ -2,15 +2,14 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jrl.data import Prompt, PromptStream, encode, load_examples, split_by_question
-from jrl.errors import UserError
+from jrl.data import Prompt, PromptStream, encode, load_splits, overlap
 from jrl.learner import Forward, Learner, make_optimizer
 from jrl.losses import policy_loss, value_loss
 from jrl.models import decoder
@@ -20,6 +19,8 @@ from jrl.rewards import RewardManager
 from jrl.rollout.engine import Engine
 from jrl.sharding.layout import Layout
 from jrl.sharding.reshard import reshard
+
+log = logging.getLogger("jrl")
 
 FIRST_EVAL_SAMPLE = 1 << 31  # evaluation draws its random numbers from the upper half, training from the lower
 
@@ -128,8 +129,17 @@ def make_critic(model: LoadedModel, critic: Learner, params) -> Any:
 
 
 def load_data(config, train_data: Any, eval_data: Any) -> tuple[list, list]:
-    """Training and held-out examples with no question in common."""
-    raise NotImplementedError
+    """Training and held-out examples with no question in common; says how many, on stderr."""
+    d = config.data
+    train, held_out = load_splits(
+        d.train if train_data is None else train_data,
+        d.eval if eval_data is None else eval_data,
+        train_size=d.train_size, eval_size=d.eval_size, seed=config.seed, options=d.options.to_dict(),
+        prompt_key=d.prompt_key, answer_key=d.answer_key, prompt_suffix=d.prompt_suffix,
+    )  # fmt: skip
+    shared = overlap(train, held_out)
+    log.info("data: %d training problems, %d held out, %d in both", len(train), len(held_out), shared)
+    return train, held_out
 
 
 def encode_prompts(config, examples: list, tokenizer) -> list[Prompt]:

@@ -122,7 +122,7 @@ class MetricsWriter:
     def _to_board(self, step: int, numbers: Mapping[str, float | None]) -> None:
         if self._board:
             for name, value in numbers.items():
-                if value is not None:
+                if value is not None and math.isfinite(value):
                     self._board.add_scalar(name, value, step)
 
     def print_samples(self, samples: Iterable[tuple[str, str, float]]) -> None:

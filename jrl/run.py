@@ -4,6 +4,7 @@
 hf/, the trained model as `transformers` reads it.
 """
 
+import itertools
 import json
 import logging
 import pathlib
@@ -12,14 +13,12 @@ import threading
 import time
 from typing import Any
 
-import jax
 import numpy as np
 
 from jrl import config as config_lib
 from jrl.algorithms.value_loss import explained_variance
 from jrl.build import Parts
 from jrl.checkpoint import Checkpointer
-from jrl.errors import UserError
 from jrl.metrics import MetricsWriter, Timers, response_metrics, stats
 from jrl.models.hf import save_hf
 from jrl.report import write_report
@@ -53,10 +52,8 @@ class Run:
         self._committed: dict[str, Any] = {}
         self._signal: str | None = None
         self._old_handlers: dict[int, Any] = {}
-        if not config.resume and (self.directory / "metrics.jsonl").exists():
-            raise UserError(
-                f"config.run_dir={config.run_dir}: holds a run already; continue it with --config.resume=True, or give another"
-            )
+        if not config.resume:
+            _set_aside(self.directory)
         self.checkpoints = Checkpointer(self.directory / "checkpoints", config.checkpoint.keep, config.checkpoint.best)
         self._began = time.perf_counter()
 
@@ -219,6 +216,15 @@ class Run:
         self.metrics.close()
         if self.sample_log:
             self.sample_log.close()
+
+
+def _set_aside(directory: pathlib.Path) -> None:
+    """Renames an earlier run's directory to NAME.1, NAME.2, ...: a new run starts empty, and nothing is lost."""
+    if not directory.exists() or not any(directory.iterdir()):
+        return
+    number = next(i for i in itertools.count(1) if not directory.with_name(f"{directory.name}.{i}").exists())
+    directory.rename(directory.with_name(f"{directory.name}.{number}"))
+    log.info("%s held a run; it is now %s.%d (to continue one: --config.resume=True)", directory, directory, number)
 
 
 def batch_metrics(batch: Batch, sampled: list[Batch], config) -> dict[str, float]:

@@ -1,37 +1,70 @@
-"""Advantages: how much better than expected each token or response was."""
+"""Advantages: how much better than expected each token or response was.
+
+N sequences, T tokens, [N, T] indexed by token; `mask` says which tokens the policy chose. What lies outside the mask never
+enters a result, not even as NaN. All results are float32 and no gradient is meant to flow through them.
+"""
 
 import jax
 import jax.numpy as jnp
 
+from jrl.algorithms._checks import check_shapes
+
 
 def token_rewards(rewards: jax.Array, mask: jax.Array, penalty: jax.Array | None = None) -> jax.Array:
-    """The response's reward on its last token, less a penalty on every token.
+    """r_t = R [t is the last token of the response] - penalty_t.
+
+    With penalty = beta KL_t this is the reward of InstructGPT (arXiv:2203.02155, eq. 2), spread over the tokens.
 
     Args:
-      rewards: f32[N]; mask: bool[N, T]; penalty: f32[N, T], such as beta KL, or None.
+      rewards: [N], the reward R of each whole response.
+      mask: bool[N, T].
+      penalty: [N, T] or None, subtracted on every token of the mask; the coefficient is already in it.
 
     Returns:
       f32[N, T], 0 outside the mask; a row without tokens carries no reward.
     """
-    mask = jnp.asarray(mask)
-    steps = jnp.arange(mask.shape[1])
-    last = jnp.max(jnp.where(mask, steps, -1), axis=1)
-    out = jnp.where(steps == last[:, None], jnp.asarray(rewards, jnp.float32)[:, None], 0.0)
-    return out if penalty is None else jnp.where(mask, out - penalty, 0.0)
+    rewards, mask = jnp.asarray(rewards, jnp.float32), jnp.asarray(mask, bool)
+    check_shapes("N T", mask=mask)
+    check_shapes("N", rewards=rewards, mask_rows=mask[:, 0])
+    steps = jnp.arange(mask.shape[1])  # [T]
+    last = jnp.max(jnp.where(mask, steps, -1), axis=1)  # [N], -1 in a row without tokens
+    out = jnp.where(steps == last[:, None], rewards[:, None], 0.0)  # [N, T]
+    if penalty is None:
+        return out
+    check_shapes("N T", mask=mask, penalty=penalty)
+    return jnp.where(mask, out - penalty, 0.0)
 
 
 def grpo(rewards: jax.Array, group_ids: jax.Array, valid: jax.Array, normalize_std: bool = True) -> jax.Array:
-    """A_i = (R_i - mean of its group) / (std of its group + 1e-6) (arXiv:2402.03300, eq. 3); without the std, Dr. GRPO
-    (arXiv:2503.20783). Groups may be ragged; std is unbiased; a group of equal rewards or of one gives exactly 0.
+    """Advantage over the other responses to the same prompt.
+
+        A_i = (R_i - mean) / (std + 1e-6)    GRPO (arXiv:2402.03300, section 4.1.2)
+        A_i = R_i - mean                     with normalize_std=False: Dr. GRPO (arXiv:2503.20783)
+
+    mean and std (unbiased, n - 1) are those of the valid responses of the group.
+
+    Args:
+      rewards: [N], the reward of each whole response.
+      group_ids: int[N], any integers in any order; groups may differ in size.
+      valid: bool[N]; the others enter no statistic, whatever their reward, NaN included.
+
+    Returns:
+      f32[N]; exactly 0 for responses that are not valid, that are alone in their group, or whose group has equal rewards.
     """
-    rewards, valid = jnp.asarray(rewards, jnp.float32), jnp.asarray(valid)
+    rewards, valid = jnp.asarray(rewards, jnp.float32), jnp.asarray(valid, bool)
+    check_shapes("N", rewards=rewards, group_ids=group_ids, valid=valid)
     n = rewards.shape[0]
-    ids = jnp.unique(jnp.asarray(group_ids), size=n, fill_value=-1, return_inverse=True)[1].reshape(-1)
-    total = lambda x: jax.ops.segment_sum(jnp.where(valid, x, 0.0), ids, n)[ids]  # noqa: E731
+    # Segments must lie in [0, N), and ids need not: responses that were filtered out leave holes.
+    group = jnp.unique(jnp.asarray(group_ids), size=n, return_inverse=True)[1].reshape(n)
+
+    def total(x):  # [N] -> [N], the sum over the valid responses of each one's group
+        return jax.ops.segment_sum(jnp.where(valid, x, 0.0), group, n)[group]
+
     count = total(jnp.ones(n))
-    low = jax.ops.segment_min(jnp.where(valid, rewards, jnp.inf), ids, n)[ids]
-    high = jax.ops.segment_max(jnp.where(valid, rewards, -jnp.inf), ids, n)[ids]
     centred = rewards - total(rewards) / jnp.maximum(count, 1)
+    # The mean of equal numbers is not exactly that number (three times 0.1), so equality is asked of the rewards.
+    low = jax.ops.segment_min(jnp.where(valid, rewards, jnp.inf), group, n)[group]
+    high = jax.ops.segment_max(jnp.where(valid, rewards, -jnp.inf), group, n)[group]
     std = jnp.sqrt(total(jnp.square(centred)) / jnp.maximum(count - 1, 1))
     out = centred / (std + 1e-6) if normalize_std else centred
     return jnp.where(valid & (high > low), out, 0.0)
@@ -40,27 +73,59 @@ def grpo(rewards: jax.Array, group_ids: jax.Array, valid: jax.Array, normalize_s
 def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float) -> tuple[jax.Array, jax.Array]:
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16), over the tokens of the mask as if the others were not.
 
-        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  return_t = A_t + V_t
+        delta_t  = r_t + gamma V_next - V_t
+        A_t      = delta_t + gamma lambda A_next
+        return_t = A_t + V_t
 
-    All [N, T]; returns advantages and returns, 0 outside the mask.
+    "next" is the next token of the mask: the bootstrap jumps over tool tokens. After the last one V and A are 0, also
+    where a response was cut off at its length limit.
+
+    Args:
+      rewards, values: [N, T]; V_t is computed from the tokens before t.
+      mask: bool[N, T].
+      gamma, lam: discount and lambda per token.
+
+    Returns:
+      Advantages f32[N, T], not whitened, and returns f32[N, T]; 0 outside the mask.
     """
-    mask = jnp.asarray(mask)
+    rewards, values = jnp.asarray(rewards, jnp.float32), jnp.asarray(values, jnp.float32)
+    mask = jnp.asarray(mask, bool)
+    check_shapes("N T", rewards=rewards, values=values, mask=mask)
 
     def back(carry, x):
-        next_value, next_advantage = carry
-        r, v, m = x
-        advantage = r + gamma * next_value - v + gamma * lam * next_advantage
-        carry = jnp.where(m, v, next_value), jnp.where(m, advantage, next_advantage)
-        return carry, jnp.where(m, advantage, 0.0)
+        v_next, a_next = carry  # [N]
+        r_t, v_t, mask_t = x
+        a_t = r_t + gamma * v_next - v_t + gamma * lam * a_next
+        carry = jnp.where(mask_t, v_t, v_next), jnp.where(mask_t, a_t, a_next)
+        return carry, jnp.where(mask_t, a_t, 0.0)
 
     zero = jnp.zeros(mask.shape[0])
-    _, out = jax.lax.scan(back, (zero, zero), (jnp.asarray(rewards).T, jnp.asarray(values).T, mask.T), reverse=True)
-    return out.T, jnp.where(mask, out.T + values, 0.0)
+    advantages = jax.lax.scan(back, (zero, zero), (rewards.T, values.T, mask.T), reverse=True)[1].T  # [N, T]
+    return advantages, jnp.where(mask, advantages + values, 0.0)
+
+
+def moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mean and unbiased variance of x over the mask (any one shape), and whether x varies there at all.
+
+    The mean of equal numbers carries a rounding error, so their variance need not be exactly 0; `varies` is exact.
+    """
+    count = jnp.sum(mask)
+    mean = jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(count, 1)
+    variance = jnp.sum(jnp.where(mask, jnp.square(x - mean), 0.0)) / jnp.maximum(count - 1, 1)
+    low, high = jnp.min(jnp.where(mask, x, jnp.inf)), jnp.max(jnp.where(mask, x, -jnp.inf))
+    return mean, variance, high > low
 
 
 def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """(x - mean) / sqrt(var + 1e-8) over the mask of the whole batch, var unbiased; 0 outside."""
-    count = jnp.maximum(jnp.sum(mask), 1)
-    mean = jnp.sum(jnp.where(mask, x, 0.0)) / count
-    var = jnp.sum(jnp.where(mask, jnp.square(x - mean), 0.0)) / jnp.maximum(count - 1, 1)
-    return jnp.where(mask, (x - mean) * jax.lax.rsqrt(var + 1e-8), 0.0)
+    """(x - mean) / sqrt(var + 1e-8) over the mask of the whole batch, var unbiased.
+
+    Args:
+      x: [N, T]; mask: bool[N, T].
+
+    Returns:
+      f32[N, T]; 0 outside the mask, and everywhere where x does not vary over it.
+    """
+    x, mask = jnp.asarray(x, jnp.float32), jnp.asarray(mask, bool)
+    check_shapes("N T", x=x, mask=mask)
+    mean, variance, varies = moments(x, mask)
+    return jnp.where(mask & varies, (x - mean) / jnp.sqrt(variance + 1e-8), 0.0)

@@ -1,21 +1,50 @@
-"""From token losses to one loss: the weight of each token, from the whole minibatch."""
+"""From token losses to one loss: the weight of each token.
+
+The weights come from the mask of the whole minibatch, once; then loss = sum(weights * token losses), whatever the split of
+the rows and tokens into microbatches or devices.
+"""
 
 import jax
 import jax.numpy as jnp
 
+from jrl.algorithms._checks import check_name, check_shapes
+from jrl.errors import UserError
 
-def weights(mask: jax.Array, mode: str, max_length: int) -> jax.Array:
-    """f32[N, T] such that loss = sum(weights * token losses), whatever the split into microbatches.
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
-    token-mean: 1 / tokens. seq-mean-token-sum: 1 / rows. seq-mean-token-mean: 1 / (rows * tokens of the row).
-    seq-mean-token-sum-norm: 1 / (rows * max_length). Rows without a token are not counted.
+
+def weights(mask: jax.Array, mode: str, max_length: int | None = None) -> jax.Array:
+    """The weight of every token in the loss of a minibatch.
+
+        token-mean               1 / tokens                   DAPO (arXiv:2503.14476)
+        seq-mean-token-sum       1 / rows
+        seq-mean-token-mean      1 / (rows * row's tokens)    GRPO (arXiv:2402.03300)
+        seq-mean-token-sum-norm  1 / (rows * max_length)      Dr. GRPO (arXiv:2503.20783)
+
+    Args:
+      mask: bool[N, T], of the whole minibatch; rows without a token do not count as rows.
+      mode: one of the above.
+      max_length: tokens, a constant of the run such as the longest response allowed; for seq-mean-token-sum-norm alone.
+
+    Returns:
+      f32[N, T], 0 outside the mask, and 0 everywhere where nothing is in the mask.
+
+    Raises:
+      UserError: an unknown mode; max_length missing or not positive where it is needed.
     """
-    m = jnp.asarray(mask, jnp.float32)
-    tokens = jnp.sum(m, axis=1, keepdims=True)
-    rows = jnp.maximum(jnp.sum(tokens > 0), 1)
-    return {
-        "token-mean": lambda: m / jnp.maximum(jnp.sum(m), 1),
-        "seq-mean-token-sum": lambda: m / rows,
-        "seq-mean-token-mean": lambda: m / (rows * jnp.maximum(tokens, 1)),
-        "seq-mean-token-sum-norm": lambda: m / (rows * max_length),
-    }[mode]()
+    check_name("aggregation", mode, MODES)
+    mask = jnp.asarray(mask, bool)
+    check_shapes("N T", mask=mask)
+    row_tokens = jnp.sum(mask, axis=1, keepdims=True)  # [N, 1]
+    rows = jnp.maximum(jnp.sum(row_tokens > 0), 1).astype(jnp.float32)
+    if mode == "token-mean":
+        denominator = jnp.maximum(jnp.sum(row_tokens), 1).astype(jnp.float32)
+    elif mode == "seq-mean-token-sum":
+        denominator = rows
+    elif mode == "seq-mean-token-mean":
+        denominator = rows * jnp.maximum(row_tokens, 1)
+    else:
+        if max_length is None or max_length <= 0:
+            raise UserError(f"aggregation {mode} divides by max_length, which is {max_length}; give a positive number")
+        denominator = rows * max_length
+    return jnp.where(mask, 1.0 / denominator, 0.0)
