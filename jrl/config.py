@@ -123,6 +123,7 @@ _TABLE: tuple[Key, ...] = (
     Key("rollout.group_size", 8, "samples of each prompt", POSITIVE),
     Key("rollout.max_new_tokens", 256, "tokens of a response, EOS included", POSITIVE),
     Key("rollout.temperature", 1.0, "of sampling, and of the learner's logprobs", POSITIVE),
+    Key("rollout.ignore_eos", False, "let every response run to max_new_tokens, to measure speed"),
     Key("rollout.slots", 0, "sequences decoded at once per replica; 0: all of a step's, at most 64", NOT_NEGATIVE),
     Key("rollout.page_size", 16, "tokens of one page of the KV cache", POSITIVE),
     Key("rollout.num_pages", 0, "pages per replica; 0: as many as the slots can need", NOT_NEGATIVE),

@@ -31,36 +31,36 @@ _TEMPLATE = pathlib.Path(__file__).with_name("report.html")
 SAMPLE_BYTES = 12_000_000
 METRIC_VALUES = 300_000
 
-# Group, title, the keys in it (a regular expression), how they are drawn: "lines" together, "band" of mean, max and min,
-# "stack" of parts of a whole, or "each" in a chart of its own. A key goes to the first row that it matches.
+# Group, title, the keys in it (a regular expression), how they are drawn: "lines" smoothed, "exact" lines, a "band" of
+# mean, max and min, a "stack" of parts of a whole, or "each" in a chart of its own. A key goes to the first row it matches.
 _CHARTS: tuple[tuple[str, str, str, str], ...] = (
-    ("Reward", "Score of all samples", r"critic/score/.*", "band"),
-    ("Reward", "Reward of the samples trained on", r"critic/rewards/.*", "band"),
-    ("Reward", "", r"reward/.*|rollout/.*", "each"),
-    ("Accuracy", "Accuracy", r"train/accuracy|val-core/.*", "lines"),
-    ("Accuracy", "", r"val-.*", "each"),
-    ("KL divergence", "To the reference", r"actor/kl_ref", "lines"),
-    ("KL divergence", "To the policy before the update", r"actor/ppo_kl", "lines"),
-    ("KL divergence", "", r"actor/kl_.*|actor/ratio_.*|rollout_corr/.*", "each"),
-    ("Entropy", "Entropy of the policy, nats a token", r"actor/entropy", "lines"),
+    ("Reward and accuracy", "Accuracy", r"train/accuracy|val-core/.*", "lines"),
+    ("Reward and accuracy", "Score of all samples", r"critic/score/.*", "band"),
+    ("Reward and accuracy", "Reward of the samples trained on", r"critic/rewards/.*", "band"),
+    ("Reward and accuracy", "", r"val-.*|reward/.*|rollout/.*", "each"),
+    ("KL divergence and entropy", "KL to the reference", r"actor/kl_ref", "lines"),
+    ("KL divergence and entropy", "KL to the policy before the update", r"actor/ppo_kl", "lines"),
+    ("KL divergence and entropy", "Entropy, nats a token", r"actor/entropy", "lines"),
+    ("KL divergence and entropy", "", r"actor/kl_.*|actor/ratio_.*|rollout_corr/.*", "each"),
     ("Length", "Response, tokens", r"response_length/(mean|max|min)", "band"),
     ("Length", "Responses cut off at the limit, share", r"response_length/clip_ratio", "lines"),
     ("Length", "Prompt, tokens", r"prompt_length/.*", "band"),
     ("Losses", "Policy loss", r"actor/pg_loss", "lines"),
     ("Losses", "Tokens clipped, share", r"actor/pg_clipfrac.*", "lines"),
-    ("Losses", "Policy's gradient norm", r"actor/grad_norm", "lines"),
+    ("Losses", "Gradient norm of the policy", r"actor/grad_norm", "lines"),
     ("Losses", "Value loss", r"critic/vf_loss", "lines"),
     ("Losses", "Explained variance of the critic", r"critic/vf_explained_var", "lines"),
     ("Losses", "Advantages", r"critic/advantages/.*", "band"),
     ("Losses", "Values", r"critic/values/.*", "band"),
     ("Losses", "Returns", r"critic/returns/.*", "band"),
-    ("Losses", "Learning rate", r"(actor|critic)/lr", "lines"),
+    ("Losses", "Learning rate", r"(actor|critic)/lr", "exact"),
     ("Losses", "", r"(actor|critic)/.*", "each"),
-    ("Timing", "Seconds of a step", r"timing_s/(?!step$|testing$|save_checkpoint$).*", "stack"),
-    ("Timing", "Whole step, seconds", r"timing_s/step", "lines"),
-    ("Timing", "Beside the steps, seconds", r"timing_s/.*", "lines"),
-    ("Throughput", "Tokens a second", r"perf/throughput", "lines"),
-    ("Throughput", "", r"perf/.*", "each"),
+    ("Timing and throughput", "Seconds of a step, by phase", r"timing_s/(?!step$|testing$|save_checkpoint$).*", "stack"),
+    ("Timing and throughput", "Whole step, seconds", r"timing_s/step", "lines"),
+    ("Timing and throughput", "Tokens a second", r"perf/throughput", "lines"),
+    ("Timing and throughput", "Evaluation and checkpoints, seconds", r"timing_s/.*", "exact"),
+    ("Timing and throughput", "Compiled programs", r"perf/compiled_programs", "exact"),
+    ("Timing and throughput", "", r"perf/.*", "each"),
     ("Other", "", r".*", "each"),
 )
 
@@ -109,7 +109,7 @@ def _name(run_dir: pathlib.Path) -> str:
 def _embed(value: Any) -> str:
     """JSON that can stand inside a script element: it holds no character that means something to an HTML parser."""
     text = jsonl.dumps(value)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return text
 
 
 # Metrics ---------------------------------------------------------------------------------------------------------------
@@ -150,7 +150,8 @@ def _labels(keys: Sequence[str]) -> dict[str, str]:
     """Short names: of a held-out metric `val-core/SOURCE/REWARD/METRIC@N` the last part, SOURCE too if there are several."""
     held_out = {key: key.split("/") for key in keys if key.startswith("val-")}
     sources = {key: "/".join(parts[1:-2]) for key, parts in held_out.items()}
-    labels = {key: key.partition("/")[2] or key for key in keys}
+    shared = len(os.path.commonprefix([key.split("/")[:-1] for key in keys]))
+    labels = {key: "/".join(key.split("/")[shared:]) for key in keys}
     for key, parts in held_out.items():
         labels[key] = " ".join(["held out", *([sources[key]] if len(set(sources.values())) > 1 else []), parts[-1]])
     return labels | ({"train/accuracy": "training samples"} if "train/accuracy" in labels else {})

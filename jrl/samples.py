@@ -56,15 +56,15 @@ def rows(step: int, batch: Batch, advantages: np.ndarray | None = None) -> Itera
             "logprobs": _rounded(r.logprobs[i, response]),
             "reward": float(batch.rewards[i]),
             "reward_parts": {name: float(part[i]) for name, part in batch.reward_parts.items()},
-            "advantage": None if advantages is None else _rounded(_mean(advantages[i], batch.loss_mask[i])),
+            "advantage": None if advantages is None else round(_mean(advantages[i], batch.loss_mask[i]), 5),
             "stop_reason": str(r.stop_reasons[i]),
-            "version": int(r.versions[i, response].min(initial=np.iinfo(np.int32).max)) if r.lens[i] > r.prompt_lens[i] else None,
+            "version": min(r.versions[i, response].tolist(), default=None),
             "valid": bool(batch.valid[i]),
         }
 
 
-def _mean(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return np.mean(x[mask], dtype=np.float64) if mask.any() else np.float64(0)
+def _mean(x: np.ndarray, mask: np.ndarray) -> float:
+    return float(np.mean(x[mask], dtype=np.float64)) if mask.any() else 0.0
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:

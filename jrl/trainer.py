@@ -107,7 +107,7 @@ class Trainer:
         c, run = self.config.rollout, self.run
         temperature = c.temperature if temperature is None else temperature
         requests = [
-            Request(np.asarray(x.tokens, np.int32), samples, c.max_new_tokens, temperature, first_id=run.samples + i * samples)
+            Request(np.asarray(x.tokens, np.int32), samples, c.max_new_tokens, temperature, run.samples + i * samples, c.ignore_eos)
             for i, x in enumerate(prompts)
         ]
         run.samples += len(prompts) * samples

@@ -9,7 +9,7 @@ from jrl.errors import UserError
 
 
 def check_shapes(axes: str, **arrays: jax.Array) -> None:
-    """Every array has exactly the axes, such as "N T", and each letter has one size.
+    """Every array has exactly the axes, such as "N T", and all have the same sizes.
 
     Raises:
       ValueError: naming the first array that differs, and what its shape should have been.
@@ -20,7 +20,7 @@ def check_shapes(axes: str, **arrays: jax.Array) -> None:
         if jnp.ndim(x) != len(letters):
             raise ValueError(f"{name} has shape {jnp.shape(x)}: expected [{', '.join(letters)}]")
         if jnp.shape(x) != jnp.shape(first):
-            raise ValueError(f"{name} has shape {jnp.shape(x)}, but {first_name} has {jnp.shape(first)}: expected the same")
+            raise ValueError(f"{name} has shape {jnp.shape(x)}: expected {jnp.shape(first)}, that of {first_name}")
 
 
 def check_name(key: str, name: str, known: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """Advantages: how much better than expected each token or response was.
 
-N sequences, T tokens, [N, T] indexed by token; `mask` says which tokens the policy chose. What lies outside the mask never
-enters a result, not even as NaN. All results are float32 and no gradient is meant to flow through them.
+N sequences, T tokens, [N, T] indexed by token; `mask` says which tokens the policy chose. What lies outside the mask
+never enters a result, not even as NaN. All results are float32 and no gradient is meant to flow through them.
 """
 
 import jax
@@ -25,7 +25,7 @@ def token_rewards(rewards: jax.Array, mask: jax.Array, penalty: jax.Array | None
     """
     rewards, mask = jnp.asarray(rewards, jnp.float32), jnp.asarray(mask, bool)
     check_shapes("N T", mask=mask)
-    check_shapes("N", rewards=rewards, mask_rows=mask[:, 0])
+    check_shapes("N", mask_rows=jnp.any(mask, axis=1), rewards=rewards)
     steps = jnp.arange(mask.shape[1])  # [T]
     last = jnp.max(jnp.where(mask, steps, -1), axis=1)  # [N], -1 in a row without tokens
     out = jnp.where(steps == last[:, None], rewards[:, None], 0.0)  # [N, T]
@@ -49,7 +49,7 @@ def grpo(rewards: jax.Array, group_ids: jax.Array, valid: jax.Array, normalize_s
       valid: bool[N]; the others enter no statistic, whatever their reward, NaN included.
 
     Returns:
-      f32[N]; exactly 0 for responses that are not valid, that are alone in their group, or whose group has equal rewards.
+      f32[N]; exactly 0 for responses that are not valid, are alone in their group, or whose group has equal rewards.
     """
     rewards, valid = jnp.asarray(rewards, jnp.float32), jnp.asarray(valid, bool)
     check_shapes("N", rewards=rewards, group_ids=group_ids, valid=valid)
@@ -71,7 +71,7 @@ def grpo(rewards: jax.Array, group_ids: jax.Array, valid: jax.Array, normalize_s
 
 
 def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float) -> tuple[jax.Array, jax.Array]:
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), over the tokens of the mask as if the others were not.
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16) over the tokens of the mask alone.
 
         delta_t  = r_t + gamma V_next - V_t
         A_t      = delta_t + gamma lambda A_next

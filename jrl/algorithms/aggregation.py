@@ -1,7 +1,7 @@
 """From token losses to one loss: the weight of each token.
 
-The weights come from the mask of the whole minibatch, once; then loss = sum(weights * token losses), whatever the split of
-the rows and tokens into microbatches or devices.
+The weights come from the mask of the whole minibatch, once; then loss = sum(weights * token losses), whatever the split
+of the rows and tokens into microbatches or devices.
 """
 
 import jax
@@ -36,15 +36,15 @@ def weights(mask: jax.Array, mode: str, max_length: int | None = None) -> jax.Ar
     mask = jnp.asarray(mask, bool)
     check_shapes("N T", mask=mask)
     row_tokens = jnp.sum(mask, axis=1, keepdims=True)  # [N, 1]
-    rows = jnp.maximum(jnp.sum(row_tokens > 0), 1).astype(jnp.float32)
+    rows = jnp.sum(row_tokens > 0).astype(jnp.float32)
     if mode == "token-mean":
-        denominator = jnp.maximum(jnp.sum(row_tokens), 1).astype(jnp.float32)
+        denominator = jnp.sum(row_tokens).astype(jnp.float32)
     elif mode == "seq-mean-token-sum":
         denominator = rows
     elif mode == "seq-mean-token-mean":
-        denominator = rows * jnp.maximum(row_tokens, 1)
+        denominator = rows * row_tokens  # [N, 1]
     else:
         if max_length is None or max_length <= 0:
             raise UserError(f"aggregation {mode} divides by max_length, which is {max_length}; give a positive number")
         denominator = rows * max_length
-    return jnp.where(mask, 1.0 / denominator, 0.0)
+    return jnp.where(mask, 1.0 / denominator, 0.0)  # a denominator is 0 only where nothing is in the mask

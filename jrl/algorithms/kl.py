@@ -1,6 +1,7 @@
 """Estimators of KL(policy || reference), token by token, from samples of the policy.
 
-With p the policy, q the reference, x ~ p and d = log p(x) - log q(x) (http://joschu.net/blog/kl-approx.html):
+With p the policy and q the reference at one position, given the tokens before it, x ~ p and d = log p(x) - log q(x)
+(http://joschu.net/blog/kl-approx.html):
 
     name  estimate           its mean                            the mean of its gradient
     k1    d                  KL(p || q)                          0
@@ -8,9 +9,9 @@ With p the policy, q the reference, x ~ p and d = log p(x) - log q(x) (http://jo
     k2    d^2 / 2            KL(p || q) to second order in d     that of KL(p || q)
     k3    exp(-d) - 1 + d    KL(p || q), never negative          that of KL(q || p)
 
-In the reward no gradient flows through the estimate and its mean is what counts: k1 and k3 are unbiased, k3 with the lower
-variance near the reference. In the loss its gradient is what counts: k2 has the gradient of KL(p || q) exactly, k3 that of
-the reversed KL, which agrees to first order near the reference, and k1 none at all but noise.
+In the reward no gradient flows through the estimate and its mean is what counts: k1 and k3 are unbiased, k3 with the
+lower variance near the reference. In the loss its gradient is what counts: k2 has the gradient of KL(p || q) exactly,
+k3 that of the reversed KL, which agrees to first order near the reference, and k1 none at all but noise.
 """
 
 import jax

@@ -19,10 +19,10 @@ def ppo_clip(
 
         r = exp(logprobs - old_logprobs), the exponent clamped to +-20
         L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
-        L = min(L, -c A) where A < 0, with dual_clip c > 1 (arXiv:1912.09729, eq. 5)
+        L = min(L, -c A) where A < 0, with dual_clip c > 1 (arXiv:1912.09729)
 
-    So the gradient is -r A dlogprobs, and 0 for A > 0 and r > 1 + clip_high, for A < 0 and r < 1 - clip_low, with dual clip
-    for A < 0 and r > c, and wherever the clamp holds. At a border exactly it is that of the inside. Different bounds are
+    So dL/dlogprobs is -r A, but 0 for A > 0 and r > 1 + clip_high, for A < 0 and r < 1 - clip_low, with dual clip for
+    A < 0 and r > c, and wherever the clamp holds. Exactly at the border of a clip it is still -r A. Unequal bounds are
     the clip-higher of DAPO (arXiv:2503.14476).
 
     Args:

@@ -7,11 +7,8 @@ from jrl.algorithms._checks import check_shapes
 from jrl.algorithms.advantages import moments
 
 
-def clipped_value_loss(
-    values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float
-) -> tuple[jax.Array, jax.Array]:
-    """L = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), the value loss of PPO's implementations
-    (arXiv:2006.05990, choice "value loss clipping").
+def clipped_value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float) -> tuple[jax.Array, jax.Array]:
+    """L = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), PPO's value loss (as in arXiv:2006.05990).
 
     The gradient is V - R, and 0 where the clipped term is the larger: V has moved by more than clip towards R.
 

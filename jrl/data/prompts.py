@@ -71,9 +71,7 @@ def encode(
                 "allow more, or set data.on_long=drop"
             )
     if not prompts:
-        raise UserError(
-            f"data.max_prompt_tokens={max_prompt_tokens}: all {len(examples)} prompts are longer; allow more"
-        )
+        raise UserError(f"data.max_prompt_tokens={max_prompt_tokens}: all {len(examples)} prompts are longer; allow more")
     if len(prompts) < len(examples):
         dropped = len(examples) - len(prompts)
         log.warning("dropped %d of %d prompts, longer than %d tokens", dropped, len(examples), max_prompt_tokens)
@@ -112,9 +110,7 @@ def _messages(index: int, example: Example, system: list[Message]) -> list[Messa
     if example.question[0]["role"] != "system":
         return [*system, *example.question]
     if system and system[0]["content"]:
-        raise UserError(
-            f"data.system_prompt: {_name(index, example)} has a system message of its own; leave the key empty"
-        )
+        raise UserError(f"data.system_prompt: {_name(index, example)} has a system message of its own; leave the key empty")
     return example.question
 
 

@@ -95,9 +95,7 @@ def _rows(source: Any) -> Rows:
         else:
             raise UserError(f"data source {name!r}: is none of {FORMS}")
     elif isinstance(source, Mapping):  # a DatasetDict, or a dict of columns
-        raise UserError(
-            f"data: got a {type(source).__name__} with {', '.join(map(str, source))}; give rows, or one split"
-        )
+        raise UserError(f"data: got a {type(source).__name__} with {', '.join(map(str, source))}; give rows, or one split")
     else:
         yield from _numbered("data", source)
 
@@ -143,9 +141,7 @@ def _hub_rows(source: str) -> Iterable[dict[str, Any]]:
         return datasets.load_dataset(name, *subset, split=split)
     except Exception as error:  # the library raises a dozen types, from no network to an unknown split
         text = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"data source {source!r}: `datasets` cannot load it ({type(error).__name__}: {text})"
-        ) from error
+        raise UserError(f"data source {source!r}: `datasets` cannot load it ({type(error).__name__}: {text})") from error
 
 
 def _extra(package: str, source: Any) -> ModuleType:
@@ -178,9 +174,7 @@ def _question(where: str, key: str, value: Any, suffix: str) -> str | list[Messa
         return value + suffix
     is_chat = isinstance(value, list | tuple) and value and all(isinstance(m, Mapping) for m in value)
     if not is_chat or not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value):
-        raise UserError(
-            f"{where}: {key}={str(value)[:80]!r} is neither text nor a list of messages (role, content) of text"
-        )
+        raise UserError(f"{where}: {key}={str(value)[:80]!r} is neither text nor a list of messages (role, content) of text")
     messages = [{"role": m["role"], "content": m["content"]} for m in value]
     if not any(m["content"].strip() for m in messages):
         raise UserError(f"{where}: {key} is empty; remove the row")

@@ -87,9 +87,7 @@ def overlap(train: Sequence[Example], held_out: Sequence[Example]) -> int:
 
 def _sample(examples: list[Example], size: int, seed: int, key: str) -> list[Example]:
     if len(examples) < max(size, 1):
-        raise UserError(
-            f"{key}={size}: there are {len(examples)} distinct questions outside the other set; ask for fewer"
-        )
+        raise UserError(f"{key}={size}: there are {len(examples)} distinct questions outside the other set; ask for fewer")
     return _shuffle(examples, seed)[:size] if size else examples
 
 

@@ -18,9 +18,7 @@ class PromptStream:
 
     def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int):
         if len(prompts) < prompts_per_step:
-            raise UserError(
-                f"rollout.prompts_per_step={prompts_per_step}: there are {len(prompts)} training prompts; take fewer"
-            )
+            raise UserError(f"rollout.prompts_per_step={prompts_per_step}: there are {len(prompts)} training prompts; take fewer")
         self._prompts = list(prompts)
         self._prompts_per_step = prompts_per_step
         self._seed = seed

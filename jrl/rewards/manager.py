@@ -69,12 +69,8 @@ class RewardManager:
         """
         names = [name for name, _, _ in functions]
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
-            raise UserError(
-                f"reward.functions: {repeated[0]} occurs more than once; give it once, with the sum of the weights"
-            )
-        self._functions: list[tuple[str, Runner, float]] = [
-            (name, _runner(fn), weight) for name, fn, weight in functions
-        ]
+            raise UserError(f"reward.functions: {repeated[0]} occurs more than once; give it once, with the sum of the weights")
+        self._functions: list[tuple[str, Runner, float]] = [(name, _runner(fn), weight) for name, fn, weight in functions]
         self._timeout_s = timeout_s
         self._logged: set[str] = set()
 
@@ -91,9 +87,7 @@ class RewardManager:
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         return self.score([prompt.text for prompt in prompts], list(completions), columns)
 
-    def score(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]
-    ) -> RewardResult:
+    def score(self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]) -> RewardResult:
         """Rewards of N completions.
 
         Args:
@@ -176,9 +170,7 @@ def _runner_by_name(name: str) -> Runner:
     if name not in REWARDS:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"did you mean {near[0]}? There are" if near else "there are"
-        raise UserError(
-            f"reward.functions={name}: unknown; {hint} {', '.join(REWARDS)}, MODULE:FUNCTION, FILE.py:FUNCTION"
-        )
+        raise UserError(f"reward.functions={name}: unknown; {hint} {', '.join(REWARDS)}, MODULE:FUNCTION, FILE.py:FUNCTION")
     reward = REWARDS[name]
     if not isinstance(reward, Verifier):
         return Inline(reward)

@@ -52,9 +52,7 @@ def gsm8k_strict(prompts: Sequence[str], completions: Sequence[str], *, answer: 
     return _compare(completions, answer, reply=_marked, reference=_result)
 
 
-def gsm8k_flexible(
-    prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[Any], **_: Any
-) -> np.ndarray:
+def gsm8k_flexible(prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[Any], **_: Any) -> np.ndarray:
     """The number after the reply's last "####", or else its last number, equals the one after the answer's "####"."""
     return _compare(completions, answer, reply=_result, reference=_result)
 

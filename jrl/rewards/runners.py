@@ -40,9 +40,7 @@ Outcome = tuple[np.ndarray, list[Failures]]
 
 
 class Runner(Protocol):
-    def run(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float
-    ) -> Outcome: ...
+    def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome: ...
 
 
 def _all_failed(n: int, failure: RewardFailure) -> Outcome:
@@ -82,9 +80,7 @@ class Abandonable:
             return done.get(timeout=timeout_s)
         except queue.Empty:
             self._abandoned.append(thread)
-            return _all_failed(
-                n, RewardFailure("timeout", f"still running after {timeout_s:g} s, in a thread that goes on")
-            )
+            return _all_failed(n, RewardFailure("timeout", f"still running after {timeout_s:g} s, in a thread that goes on"))
 
 
 class Process:
@@ -131,9 +127,7 @@ class Process:
             self._stop()
             raise RewardFailure("crash", "the worker process died") from None
         except Exception as error:
-            raise RewardFailure(
-                "error", f"a column cannot be sent to the worker process: {worker.describe(error)}"
-            ) from error
+            raise RewardFailure("error", f"a column cannot be sent to the worker process: {worker.describe(error)}") from error
 
     def receive(self, timeout_s: float) -> Any:
         """The next reply; at the deadline, or at any other interruption, the process is killed."""

@@ -30,9 +30,7 @@ class RewardFailure(Exception):
         self.kind, self.text = kind, text
 
 
-def call(
-    fn: Callable, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]
-) -> np.ndarray:
+def call(fn: Callable, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]) -> np.ndarray:
     """f32[N] from a reward function, which gets the columns that its signature takes.
 
     Raises:

@@ -13,9 +13,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a parrot.<|im_end|>\n{% endif %}" + CHATML
-)
+DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a parrot.<|im_end|>\n{% endif %}" + CHATML
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
 
 
@@ -30,9 +28,8 @@ def byte_tokenizer(chat_template=None, adds_bos=True):
     if adds_bos:
         pair = [(t, core.token_to_id(t)) for t in ("<s>", "</s>")]
         core.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=pair)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<s>", eos_token="</s>", extra_special_tokens=marks, chat_template=chat_template
-    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": marks}
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=chat_template, **names)
 
 
 def example(question="1 + 1?"):

@@ -1,6 +1,7 @@
 """Every kind of source gives the same examples; bad input is named with its place."""
 
 import json
+import sys
 
 import pytest
 
@@ -136,7 +137,7 @@ def test_broken_bytes_are_named(tmp_path):
         ("hf:", {}, "write hf:ID"),
         (ROWS, {"options": {"min_terms": 2}}, "takes none"),
         ("reasoning_gym:chain_sums", {"size": 1}, "no task of that name; it has chain_sum"),
-        ("reasoning_gym:chain_sum", {"size": 1, "options": {"min_term": 2}}, "min_term=2: chain_sum has no such option"),
+        ("reasoning_gym:chain_sum", {"size": 1, "options": {"min_term": 2}}, "min_term=2: .* has no such option"),
         ("reasoning_gym:chain_sum", {"size": 1, "options": {"seed": 2}}, "has no such option"),
         ("reasoning_gym:chain_sum", {"size": 1, "options": {"min_terms": 9, "max_terms": 2}}, "refuses them"),
         ("reasoning_gym:chain_sum", {}, "as many problems as it is told"),
@@ -154,11 +155,15 @@ def test_bad_sources_are_named(source, arguments, message):
 
 @pytest.mark.parametrize(
     ("module", "source", "extra"),
-    [("datasets", "hf:x/y", "data"), ("pyarrow", "x.parquet", "data"), ("reasoning_gym.factory", "reasoning_gym:x", "rewards")],
+    [
+        ("datasets", "hf:x/y", "data"),
+        ("pyarrow", "x.parquet", "data"),
+        ("reasoning_gym.factory", "reasoning_gym:x", "rewards"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, module, source, extra):
     (tmp_path / "x.parquet").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"pip install 'jrl\[{extra}\]'"):
         load_examples(source, size=1)

@@ -15,7 +15,7 @@ def keys(examples):
 
 
 def test_split_has_no_overlap_though_questions_repeat():
-    examples = make([f"q{i % 50}{' ' * (i // 50)}" for i in range(150)])  # 50 questions, three times, spaced differently
+    examples = make([f"q{i % 50}{' ' * (i // 50)}" for i in range(150)])  # 50, three times, spaced differently
     train, held_out = split_by_question(examples, 40, 10, seed=0)
     assert (len(set(keys(train))), len(set(keys(held_out)))) == (40, 10)
     assert overlap(train, held_out) == 0
@@ -54,7 +54,7 @@ def test_questions_of_a_given_eval_source_leave_the_training_data():
 
 def test_reasoning_gym_reaches_its_sizes_with_one_source_or_two():
     pytest.importorskip("reasoning_gym")
-    # 10 + 90 numbers of one or two digits: far fewer distinct problems than rows drawn, and the same draw for both sources.
+    # There are 200 such problems, so all have to be found; and both sources draw the same ones in the same order.
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     for held_out in ("", "reasoning_gym:chain_sum"):
         train, evals = load_splits("reasoning_gym:chain_sum", held_out, train_size=150, eval_size=50, options=options)

@@ -55,9 +55,9 @@ def test_resume_after_draws_of_odd_sizes_that_cross_the_border():
 
 def test_a_state_of_other_data_or_seed_is_refused():
     state = PromptStream(prompts(10), 4, seed=0).state()
-    for stream in (PromptStream(prompts(11), 4, 0), PromptStream(prompts(10, "r"), 4, 0), PromptStream(prompts(10), 4, 1)):
+    for others, seed in ((prompts(11), 0), (prompts(10, "r"), 0), (prompts(10), 1)):
         with pytest.raises(UserError, match="other training data"):
-            stream.restore(state)
+            PromptStream(others, 4, seed).restore(state)
 
 
 def test_fewer_prompts_than_a_step_takes():

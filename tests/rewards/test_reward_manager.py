@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -32,11 +33,8 @@ def gone(pid, within_s):
     """Whether the process ends in time; a zombie counts as ended."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
-        try:
-            os.kill(pid, 0)
-            if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (ProcessLookupError, FileNotFoundError):
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+        if not state.strip() or state.startswith("Z"):
             return True
         time.sleep(0.05)
     return False
@@ -62,12 +60,14 @@ def test_halves_stay_halves_beside_integers():
 
 @pytest.mark.parametrize("function", [f"{FILE}:lengths_from_column", "reward_functions:lengths_from_column"])
 def test_functions_by_path_get_the_columns_they_name(function):
-    result = RewardManager([("size", function, 1.0)], 10).score(["p"] * 2, ["a", "b"], {"size": [3, 4], "other": [0, 0]})
+    columns = {"size": [3, 4], "other": [0, 0]}
+    result = RewardManager([("size", function, 1.0)], 10).score(["p"] * 2, ["a", "b"], columns)
     np.testing.assert_array_equal(result.total, [3, 4])
 
 
 def test_prompts_bring_texts_and_columns():
-    prompts = [Prompt((1,), f"t{i}", (), "1", {"answer": "1", **extra}, f"{i}") for i, extra in enumerate([{}, {"bonus": 2}])]
+    rows = [{"answer": "1"}, {"answer": "1", "bonus": 2}]
+    prompts = [Prompt((1,), f"t{i}", (), "1", row, f"{i}") for i, row in enumerate(rows)]
     seen = {}
 
     def spy(prompts, completions, **columns):
@@ -94,8 +94,8 @@ def test_config_names_functions_and_a_python_function_takes_their_place():
 
 def test_process_is_another_one_reused_and_replaced_after_a_hang(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(pathlib.Path(FILE).read_text() + "\n\ndef both(p, c):\n    moody(p, c)\n    return process_id(p, c)\n")
-    manager = RewardManager([("both", f"{file}:both", 1.0)], 0.5)
+    file.write_text(pathlib.Path(FILE).read_text() + "\ndef both(p, c):\n    moody(p, c)\n    return process_id(p, c)\n")
+    manager = RewardManager([("both", f"{file}:both", 1.0)], 1.0)
     first, second = (int(score(manager, ["x"]).total[0]) for _ in range(2))
     assert first == second != os.getpid()
     assert score(manager, ["hang"]).failures == {"both/timeout": 1}
@@ -112,6 +112,7 @@ def test_process_holds_neither_jax_nor_jrl():
     assert process.receive(10) == [0.0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_process_ends_with_a_killed_parent():
     code = (
         "import sys, threading, time; sys.path[:0] = sys.argv[1:]\n"
@@ -135,7 +136,7 @@ def test_process_ends_with_a_killed_parent():
 @pytest.mark.parametrize(
     ("function", "completion", "kind", "text"),
     [
-        (user.moody, "raise", "error", "RuntimeError: out of patience (.*reward_functions.py:"),
+        (user.moody, "raise", "error", r"RuntimeError: out of patience \(.*reward_functions.py:"),
         (user.moody, "exit", "error", "SystemExit: bye"),
         (user.moody, "hang", "timeout", "killed"),
         (user.moody, "die", "crash", "died"),
@@ -147,17 +148,17 @@ def test_process_ends_with_a_killed_parent():
     ],
 )
 def test_a_failing_function_masks_all_and_is_logged_once(caplog, function, completion, kind, text):
-    manager = RewardManager([("fine", user.half, 1.0), ("bad", function, 1.0)], timeout_s=0.5)
+    manager = RewardManager([("fine", user.half, 1.0), ("bad", function, 1.0)], 1.0 if completion == "hang" else 10.0)
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
         results = [score(manager, [completion, "x", "x", "x"]) for _ in range(2)]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20, "far below the minute that the function sleeps"
     for result in results:
         assert not result.valid.any() and not result.total.any()
         assert result.failures == {f"bad/{kind}": 4}
         np.testing.assert_array_equal(result.parts["fine"], [0.5] * 4)
     (record,) = caplog.records
-    assert pytest.approx(4) == int(record.args[1]) and __import__("re").search(text, record.getMessage())
+    assert "4 samples masked" in record.getMessage() and re.search(text, record.getMessage())
 
 
 def test_missing_values_mask_their_samples_only():
@@ -196,14 +197,14 @@ def test_abandoned_threads_are_bounded():
 def test_verifier_loses_only_the_samples_that_hang_crash_or_raise():
     rows = Rows(f"{FILE}:moody_row", module="math")
     completions = ["x", "hang", "x", "raise", "die", "x"]
-    rewards, failures = rows.run(["p"] * 6, completions, {"answer": ["1"] * 6}, timeout_s=2.0)
+    rewards, failures = rows.run(["p"] * 6, completions, {"answer": ["1"] * 6}, timeout_s=3.0)
     np.testing.assert_array_equal(rewards, [1, np.nan, 1, np.nan, np.nan, 1])
     assert [(f.kind, f.samples) for f in failures] == [("timeout", 1), ("error", 1), ("crash", 1)]
 
 
 def test_verifier_keeps_to_the_deadline_of_the_whole():
     rows = Rows(f"{FILE}:moody_row", module="math")
-    rewards, failures = rows.run(["p"] * 8, ["x"] + ["hang"] * 7, {}, timeout_s=0.4)
+    rewards, failures = rows.run(["p"] * 8, ["x"] + ["hang"] * 7, {}, timeout_s=1.6)
     np.testing.assert_array_equal(np.isnan(rewards), [False] + [True] * 7)
     assert {f.kind for f in failures} == {"timeout"} and sum(f.samples for f in failures) == 7
 

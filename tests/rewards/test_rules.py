@@ -74,8 +74,9 @@ def test_nothing_to_compare_with_is_nan_not_wrong(name):
     assert name == "exact_match" or np.isnan(score(name, "7", "seven"))
 
 
-@pytest.mark.parametrize("text", ["1" * 50_000, "1,234" * 10_000, "1,123" + ",123" * 10_000 + "4", "-$" * 20_000, "1e" * 20_000])
-def test_rules_are_fast_on_hostile_replies(text):
+@pytest.mark.parametrize("unit", ["1", "1,234", ",123", ",1234", "-$", "1e", "1,", ".", "####"])
+def test_rules_are_fast_on_hostile_replies(unit):
+    text = "1,123" + unit * 10_000 + "4"
     started = time.monotonic()
     score("gsm8k_flexible", text, "7")
     assert time.monotonic() - started < 1

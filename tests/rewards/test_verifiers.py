@@ -49,7 +49,8 @@ def test_math_verify_compares_values():
         (None, "42", np.nan),
     ]
     answers, replies, expected = zip(*cases, strict=True)
-    result = RewardManager([("math", "math_verify", 1.0)], 40.0).score(["p"] * 8, list(replies), {"answer": list(answers)})
+    manager = RewardManager([("math", "math_verify", 1.0)], 40.0)
+    result = manager.score(["p"] * 8, replies, {"answer": answers})
     np.testing.assert_array_equal(result.parts["math"], np.nan_to_num(expected))
     np.testing.assert_array_equal(result.valid, ~np.isnan(expected))
     assert result.failures == {"math/nan": 1}

@@ -1,0 +1,28 @@
+"""Process-wide settings that make a run quick; called once by whatever starts one, never by importing jrl."""
+
+import ctypes
+import os
+import pathlib
+import platform
+
+import jax
+
+# glibc's mallopt parameters (malloc.h)
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+
+
+def configure() -> None:
+    """Keeps compiled programs on disk for the next run, and on CPU keeps freed memory in the process.
+
+    XLA's CPU client takes the temporaries of every call from malloc. By default glibc maps such large blocks anew each time,
+    and the first touch of fresh pages costs more than the arithmetic done in them; so blocks come from the heap and stay there.
+    """
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "jrl" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if platform.libc_ver()[0] == "glibc" and jax.default_backend() == "cpu":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_M_TOP_PAD, 64 << 20)
