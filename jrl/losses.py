@@ -38,15 +38,15 @@ def policy_loss(algorithm) -> Loss:
         share = c["share"]
         seen = share > 0
         mean = lambda x: jnp.sum(share * jnp.where(seen, x, 0.0))  # noqa: E731
-        log_ratio, drift = old - logprobs, old - c["rollout_logprobs"]
+        log_ratio, rollout = old - logprobs, c["rollout_logprobs"]
         metrics = {
             "pg_loss": total,
             "entropy": mean(entropy),
             "pg_clipfrac": mean(about["clipped"]),
             "ppo_kl": mean(log_ratio),
             "ratio_deviation": mean(jnp.abs(about["ratio"] - 1)),
-            "rollout_corr/logprob_abs_diff": mean(jnp.abs(drift)),
-            "rollout_corr/kl": mean(jnp.exp(drift) - 1 - drift),
+            "rollout_corr/logprob_abs_diff": mean(jnp.abs(old - rollout)),
+            "rollout_corr/kl": mean(kl(rollout, old, "k3")),
         }
         if algorithm.entropy_coef:
             total -= algorithm.entropy_coef * jnp.sum(c["weight"] * entropy)

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jrl.shapes import bucket
+from jrl.shapes import LENGTH_STEP, bucket
 from jrl.types import Rollout
-
-LENGTH_STEP = 16  # the least padded length, tokens
 
 
 @jax.tree_util.register_dataclass

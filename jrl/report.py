@@ -109,7 +109,7 @@ def _name(run_dir: pathlib.Path) -> str:
 def _embed(value: Any) -> str:
     """JSON that can stand inside a script element: it holds no character that means something to an HTML parser."""
     text = jsonl.dumps(value)
-    return text
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 # Metrics ---------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ import logging
 
 log = logging.getLogger("jrl")
 
+LENGTH_STEP = 16  # the least padded length, tokens
+
 
 def bucket(n: int, least: int = 1) -> int:
     """The smallest of least, 1.5 least, 2 least, 3 least, 4 least, ... that is >= n; `least` even unless it is 1."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jrl.shapes import LENGTH_STEP, bucket
+
 STOP_REASONS = ("eos", "length")
 
 
@@ -114,7 +116,7 @@ def make_rollout(prompts: list[np.ndarray], completions: list[Completion], group
     order = sorted(completions, key=lambda c: (c.request, c.sample))
     prompt_lens = np.array([len(prompts[c.request]) for c in order], np.int32)
     lens = prompt_lens + np.array([len(c.tokens) for c in order], np.int32)
-    shape = (len(order), int(lens.max()))
+    shape = (len(order), bucket(int(lens.max()), LENGTH_STEP))
     tokens, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     logprobs, sampler_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     mask = np.zeros(shape, bool)

@@ -136,6 +136,7 @@ def test_hostile_text_stays_text(tmp_path):
     page = page_of(run_dir)
     assert page.elements == clean.elements, "not one element or attribute more than in a harmless run"
     assert page.scripts[1] == clean.scripts[1]
+    assert not set("<>&\u2028\u2029") & set(page.scripts[0]), "not even what only some parsers trip over, as <!--<script"
     data = page.data
     row = data["samples"]["steps"][0]["rows"][0]
     assert data["samples"]["prompts"] == [HOSTILE] and data["samples"]["parts"] == [HOSTILE] and row.count(HOSTILE) == 3
