@@ -19,9 +19,9 @@ from jrl.sharding.layout import Layout  # noqa: E402
 
 def main() -> None:
     args, compiling = common.parse_args(__doc__.splitlines()[0]), common.CompileClock()
-    platform.configure()
     layout, dtype = Layout.rollout({"replica": -1, "tensor": 1}), compute_dtype("auto")
     model = load_model(args.model, layout)
+    platform.configure()
     n, new = args.prompts * args.group, args.prompts * args.group * args.completion_tokens
     engine = Engine(
         model.arch, layout, slots=min(-(-n // layout.batch_shards), 64), max_tokens=args.prompt_tokens + args.completion_tokens,

@@ -11,7 +11,6 @@ import tempfile  # noqa: E402
 import common  # noqa: E402
 import numpy as np  # noqa: E402
 
-from jrl import platform  # noqa: E402
 from jrl.config import default_config  # noqa: E402
 from jrl.models.load import load_model  # noqa: E402
 from jrl.trainer import Trainer  # noqa: E402
@@ -33,14 +32,12 @@ def make_trainer(args) -> Trainer:
     c.data.eval_size = 1
     c.learner.microbatch_tokens = args.microbatch_tokens
     c.log.samples = c.log.tensorboard = False
-    tokenizer = load_model(args.model).tokenizer
-    texts = common.make_texts(tokenizer, args.prompts * (args.steps + 1) + 1, args.prompt_tokens, args.text)
+    texts = common.make_texts(load_model(args.model).tokenizer, args.prompts * (args.steps + 1) + 1, args.prompt_tokens, args.text)
     return Trainer(c, reward=reward, train_data=[{"question": t, "answer": "0"} for t in texts])
 
 
 def main() -> None:
     args, compiling = common.parse_args(__doc__.splitlines()[0]), common.CompileClock()
-    platform.configure()
     trainer = make_trainer(args)
     states = trainer.run.restore()
     trainer.publish(states)

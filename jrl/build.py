@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jrl import platform
 from jrl.data import Prompt, PromptStream, encode, load_splits, overlap
 from jrl.learner import Forward, Learner, make_optimizer
 from jrl.losses import policy_loss, value_loss
@@ -59,7 +60,8 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
     rewards = RewardManager.from_config(config.reward, reward)
     train, held_out = load_data(config, train_data, eval_data)
     dtype = compute_dtype(config.model.compute_dtype)
-    model = load_model(config.model.path, layouts["learner"])
+    model = load_model(config.model.path, layouts["learner"], config.seed)
+    platform.configure()  # only now: what loading leaves behind goes back to the system
     prompts, eval_prompts = (encode_prompts(config, rows, model.tokenizer) for rows in (train, held_out))
     forward = functools.partial(make_forward, config, model.arch, dtype)
     a = config.algorithm

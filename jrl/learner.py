@@ -113,7 +113,8 @@ class Learner:
             self._accumulate = jax.jit(
                 functools.partial(_accumulate, forward, loss), donate_argnums=1, out_shardings=(self.param_shardings, None)
             )
-            self._apply = jax.jit(self._apply_gradients, donate_argnums=0, out_shardings=(self.state_shardings, None))
+            self._norm = jax.jit(optax.global_norm)
+            self._apply = jax.jit(self._apply_gradients, donate_argnums=0, out_shardings=self.state_shardings)
 
     # State ---------------------------------------------------------------------------------------------------------
 
@@ -174,18 +175,19 @@ class Learner:
         for _, packed in self._microbatches(rollout, columns, rows, "update"):
             gradients, sums = self._accumulate(state.params, gradients, packed)
             totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
-        state, applied = self._apply(state, gradients)
-        metrics = {**(totals or {}), **applied}
-        return state, {k: float(v) for k, v in jax.device_get(metrics).items()}
+        norm = float(self._norm(gradients))
+        metrics = {k: float(v) for k, v in jax.device_get(totals or {}).items()}
+        metrics |= {"grad_norm": norm, "lr": float(self.schedule(state.step)), "skipped": 0.0 if np.isfinite(norm) else 1.0}
+        # Decided on the host: a choice inside the program would keep old and new state side by side.
+        step = self._apply if np.isfinite(norm) else self._skip
+        return step(state, gradients), metrics
 
-    def _apply_gradients(self, state: TrainState, gradients) -> tuple[TrainState, dict[str, jax.Array]]:
-        norm = optax.global_norm(gradients)
-        finite = jnp.isfinite(norm)
+    def _apply_gradients(self, state: TrainState, gradients) -> TrainState:
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
-        new = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, state.skipped)
-        old = dataclasses.replace(state, skipped=state.skipped + 1)
-        metrics = {"grad_norm": norm, "lr": self.schedule(state.step), "skipped": 1.0 - finite}
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old), metrics
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, state.skipped)
+
+    def _skip(self, state: TrainState, _gradients) -> TrainState:
+        return dataclasses.replace(state, skipped=state.skipped + 1)
 
 
 def decoder_shapes(shardings, arch: Arch):

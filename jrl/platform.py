@@ -1,4 +1,4 @@
-"""Process-wide settings that make a run quick; called once by whatever starts one, never by importing jrl."""
+"""Process-wide settings that make a run quick: made when a run is put together, never by importing jrl."""
 
 import ctypes
 import os

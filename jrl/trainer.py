@@ -163,36 +163,39 @@ class Trainer:
         metrics: dict[str, list[float]] = {}
         for _ in range(a.epochs):
             for rows in minibatches(batch.rollout.group_ids, a.minibatches, rng):
-                columns = self.columns(batch, rows)
+                taught = rows if a.kl_in == "loss" or a.entropy_coef else rows[np.any(batch.advantages[rows] != 0, axis=1)]
+                columns = self.columns(batch, rows, taught)
                 if p.critic is not None:
                     with self.run.timers("update_critic"):
                         states["critic"], new = p.critic.update(states["critic"], batch.rollout, columns["critic"], rows)
                     collect(metrics, "critic", new)
-                if step >= p.policy_delay_steps:
+                if step >= p.policy_delay_steps and len(taught):  # a row of advantage 0 has no gradient: no pass for it
                     with self.run.timers("update_actor"):
-                        states["policy"], new = p.policy.update(states["policy"], batch.rollout, columns["policy"], rows)
+                        states["policy"], new = p.policy.update(states["policy"], batch.rollout, columns["policy"], taught)
                     collect(metrics, "actor", new)
+        metrics["rollout/rows_taught"] = [len(taught)]
         return {name: float(np.mean(values)) for name, values in metrics.items()}
 
-    def columns(self, batch: Batch, rows: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-        """What the losses read, by model; the denominators are those of the whole minibatch `rows`."""
+    def columns(self, batch: Batch, rows: np.ndarray, taught: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+        """What the losses read, by model.
+
+        The loss is divided by what the whole minibatch `rows` counts; metrics of the policy are means over the rows `taught`.
+        """
         a, rollout = self.config.algorithm, batch.rollout
-        mask = np.zeros_like(batch.loss_mask)
-        mask[rows] = batch.loss_mask[rows]
+        mask, shown = np.zeros_like(batch.loss_mask), np.zeros_like(batch.loss_mask)
+        mask[rows], shown[taught] = batch.loss_mask[rows], batch.loss_mask[taught]
         share = mask / max(mask.sum(), 1)
-        common = {"share": share}
         policy = {
+            "share": shown / max(shown.sum(), 1),
             "weight": np.asarray(weights(mask, a.aggregation, max_length=self.config.rollout.max_new_tokens)),
             "advantages": batch.advantages,
             "rollout_logprobs": rollout.logprobs,
             "old_logprobs": batch.old_logprobs,
             "ref_logprobs": batch.ref_logprobs,
         }
-        critic = {"weight": share, "old_values": batch.values, "returns": batch.returns}
-        return {
-            name: {**common, **{k: v for k, v in columns.items() if v is not None}}
-            for name, columns in (("policy", policy), ("critic", critic))
-        }
+        critic = {"share": share, "weight": share, "old_values": batch.values, "returns": batch.returns}
+        present = lambda columns: {k: v for k, v in columns.items() if v is not None}  # noqa: E731
+        return {"policy": present(policy), "critic": present(critic)}
 
     def publish(self, states: dict) -> None:
         """The policy's arrays in the rollout's layout; where both layouts agree these are the same arrays."""
