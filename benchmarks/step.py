@@ -32,7 +32,8 @@ def make_trainer(args) -> Trainer:
     c.data.eval_size = 1
     c.learner.microbatch_tokens = args.microbatch_tokens
     c.log.samples = c.log.tensorboard = False
-    texts = common.make_texts(load_model(args.model).tokenizer, args.prompts * (args.steps + 1) + 1, args.prompt_tokens, args.text)
+    count = args.prompts * (args.steps + 1) + 1
+    texts = common.make_texts(load_model(args.model).tokenizer, count, args.prompt_tokens, args.text)
     return Trainer(c, reward=reward, train_data=[{"question": t, "answer": "0"} for t in texts])
 
 

@@ -19,6 +19,7 @@ def get_config():
         "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
         "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     }
+    c.data.repeats = True
     c.data.train_size, c.data.eval_size = 2000, 128
     c.data.system_prompt = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # its template's own
     c.data.max_prompt_tokens = 96

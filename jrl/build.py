@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl import platform
-from jrl.data import Prompt, PromptStream, encode, load_splits, overlap
+from jrl.data import Prompt, PromptStream, distinct, encode, load_splits, overlap
 from jrl.learner import Forward, Learner, make_optimizer
 from jrl.losses import policy_loss, value_loss
 from jrl.models import decoder
@@ -42,7 +42,7 @@ class Parts:
     engine: Engine
     rollout_shardings: Any
     critic: Learner | None
-    initial_critic: Callable[[], Any] | None
+    initial_critic: Callable[[Any], Any] | None  # from the policy's initial parameters
     reference: Learner | None
     reference_params: Any
     updates_per_step: int
@@ -137,10 +137,10 @@ def load_data(config, train_data: Any, eval_data: Any) -> tuple[list, list]:
         d.train if train_data is None else train_data,
         d.eval if eval_data is None else eval_data,
         train_size=d.train_size, eval_size=d.eval_size, seed=config.seed, options=d.options.to_dict(),
-        prompt_key=d.prompt_key, answer_key=d.answer_key, prompt_suffix=d.prompt_suffix,
+        prompt_key=d.prompt_key, answer_key=d.answer_key, prompt_suffix=d.prompt_suffix, repeats=d.repeats,
     )  # fmt: skip
     shared = overlap(train, held_out)
-    log.info("data: %d training problems, %d held out, %d in both", len(train), len(held_out), shared)
+    log.info("data: %d distinct training problems, %d held out, %d in both", len(distinct(train)), len(held_out), shared)
     return train, held_out
 
 

@@ -110,6 +110,7 @@ _TABLE: tuple[Key, ...] = (
     Key("data.eval", "", "likewise; empty: eval_size problems are held out from data.train"),
     Key("data.train_size", 0, "problems; 0: all there are", NOT_NEGATIVE),
     Key("data.eval_size", 0, "held-out problems; 0: all of data.eval, none if that is empty", NOT_NEGATIVE),
+    Key("data.repeats", False, "reasoning-gym: train on problems as often as the tasks make them, not once each"),
     Key(OPTIONS, {}, "keyword options of reasoning-gym's datasets, --config.data.options.NAME=VALUE"),
     Key("data.prompt_key", "question", "column with the question: text, or a list of chat messages", GIVEN),
     Key("data.answer_key", "answer", "column with the reference answer", GIVEN),

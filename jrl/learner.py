@@ -7,7 +7,7 @@ minibatch was split over microbatches or devices.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -98,7 +98,7 @@ class Learner:
     """
 
     def __init__(self, name: str, forward: Forward, layout, model: type, microbatch_tokens: int, loss: Loss | None = None,
-                 optimizer: optax.GradientTransformation | None = None, schedule: optax.Schedule | None = None):  # fmt: skip
+                 optimizer: Any = None, schedule: Any = None):  # fmt: skip
         self.forward, self.layout, self.microbatch_tokens = forward, layout, microbatch_tokens
         self.compiled = ProgramLog(name)
         shapes = decoder.abstract_params(forward.arch, model)
@@ -143,7 +143,7 @@ class Learner:
 
     # Running -------------------------------------------------------------------------------------------------------
 
-    def _microbatches(self, rollout: Rollout, columns: dict, rows: np.ndarray, kind: str) -> Iterable[Packed]:
+    def _microbatches(self, rollout: Rollout, columns: dict, rows: np.ndarray, kind: str) -> Iterator[tuple[Packed, Packed]]:
         sharding = self.layout.sharding(("batch",))
         for packed in pack(rollout, columns, rows, self.layout.batch_shards, self.microbatch_tokens):
             self.compiled.note(kind, *packed.shape)

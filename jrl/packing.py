@@ -5,7 +5,9 @@ gather crosses devices. d shards, P prompts and N responses of a shard, u and t 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,15 +19,15 @@ from jrl.types import Rollout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """One microbatch. Empty places have length 0; `row` is -1 there."""
+    """One microbatch, NumPy on the host or on the devices. Empty places have length 0; `row` is -1 there."""
 
-    prompt_tokens: np.ndarray  # i32[d, P, u]
-    prompt_lens: np.ndarray  # i32[d, P]
-    tokens: np.ndarray  # i32[d, N, t], responses
-    lens: np.ndarray  # i32[d, N]
-    prompt_of: np.ndarray  # i32[d, N], which of the shard's prompts a response belongs to
-    columns: dict[str, np.ndarray]  # f32[d, N, t] each, by response token
-    row: np.ndarray  # i32[d, N], position in the rollout
+    prompt_tokens: Any  # i32[d, P, u]
+    prompt_lens: Any  # i32[d, P]
+    tokens: Any  # i32[d, N, t], responses
+    lens: Any  # i32[d, N]
+    prompt_of: Any  # i32[d, N], which of the shard's prompts a response belongs to
+    columns: dict[str, Any]  # f32[d, N, t] each, by response token
+    row: Any  # i32[d, N], position in the rollout
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -34,10 +36,11 @@ class Packed:
 
 
 def groups_by_prompt(rollout: Rollout, rows: np.ndarray) -> list[list[int]]:
-    """Rows that share a prompt, longest responses first, so that a microbatch holds similar lengths."""
-    groups: dict[bytes, list[int]] = {}
+    """Rows of one group that share a prompt, longest responses first, so that a microbatch holds similar lengths."""
+    groups: dict[tuple[int, bytes], list[int]] = {}
     for row in rows:
-        groups.setdefault(rollout.tokens[row, : rollout.prompt_lens[row]].tobytes(), []).append(int(row))
+        prompt = rollout.tokens[row, : rollout.prompt_lens[row]].tobytes()
+        groups.setdefault((int(rollout.group_ids[row]), prompt), []).append(int(row))
     lens = rollout.response_lens
     return sorted(groups.values(), key=lambda g: -bucket(int(lens[g].max()), LENGTH_STEP))
 
@@ -62,7 +65,7 @@ def pack(
         length = bucket(int(rollout.response_lens[queue[-1]].max()), LENGTH_STEP)
         whole_groups = microbatch_tokens // (prompt_length + group_size * length)
         most = max(whole_groups * group_size or (microbatch_tokens - prompt_length) // length, 1)
-        size = min(most, bucket(-(-(-(-left // shards)) // group_size)) * group_size)
+        size = min(most, bucket(math.ceil(left / (shards * group_size))) * group_size)
         prompts = -(-size // group_size)
         taken = [_take(queue, size, prompts) for _ in range(shards)]
         left -= sum(len(group) for shard in taken for group in shard)

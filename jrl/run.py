@@ -19,6 +19,7 @@ from jrl import config as config_lib
 from jrl.algorithms.value_loss import explained_variance
 from jrl.build import Parts
 from jrl.checkpoint import Checkpointer
+from jrl.learner import Learner
 from jrl.metrics import MetricsWriter, Timers, response_metrics, stats
 from jrl.models.hf import save_hf
 from jrl.report import write_report
@@ -87,7 +88,7 @@ class Run:
     def restore(self) -> dict[str, Any]:
         """The training states: of the latest readable checkpoint when resuming, otherwise fresh ones."""
         p = self.parts
-        learners = {"policy": p.policy} | ({"critic": p.critic} if p.critic else {})
+        learners: dict[str, Learner] = {"policy": p.policy} | ({"critic": p.critic} if p.critic else {})
         found = None
         if self.config.resume:
             found = self.checkpoints.restore({name: learner.abstract_state() for name, learner in learners.items()})
@@ -95,7 +96,7 @@ class Run:
                 log.warning("nothing to resume in %s: starting from the beginning", self.checkpoints.directory)
         if found is None:
             states = {"policy": p.policy.init_state(p.initial_params)}
-            if p.critic:
+            if p.critic and p.initial_critic:
                 states["critic"] = p.critic.init_state(p.initial_critic(p.initial_params))
         else:
             self.step, states, extra = found
@@ -147,7 +148,8 @@ class Run:
         every = self.config.log.print_samples_every
         if every and (step + 1) % every == 0:
             first = self._sampled[0]
-            self.metrics.print_samples([(first.prompts[i].text, first.texts[i], float(first.rewards[i])) for i in range(min(3, len(first)))])
+            shown = zip(first.prompts, first.texts, first.rewards, strict=True)
+            self.metrics.print_samples([(p.text, text, float(reward)) for p, text, reward in itertools.islice(shown, 3)])
         self._sampled = []
         self.step = step + 1
         self._commit()
@@ -232,6 +234,7 @@ def batch_metrics(batch: Batch, sampled: list[Batch], config) -> dict[str, float
     rewards = np.concatenate([b.rewards for b in sampled])
     valid = np.concatenate([b.valid for b in sampled])
     name = next(iter(batch.reward_parts))
+    groups = lambda b: len(np.unique(b.rollout.group_ids))  # noqa: E731
     metrics = {
         **stats("critic/score", rewards[valid]),
         **stats("critic/rewards", batch.rewards[batch.valid]),
@@ -240,7 +243,7 @@ def batch_metrics(batch: Batch, sampled: list[Batch], config) -> dict[str, float
         **stats("prompt_length", np.concatenate([b.rollout.prompt_lens for b in sampled])),
         "train/accuracy": float(np.concatenate([b.reward_parts[name] for b in sampled])[valid].mean()) if valid.any() else 0.0,
         "reward/failed": float((~valid).sum()),
-        "rollout/groups_kept": len(np.unique(batch.rollout.group_ids)) / sum(len(np.unique(b.rollout.group_ids)) for b in sampled),
+        "rollout/groups_kept": groups(batch) / sum(map(groups, sampled)),
     }
     if batch.values is not None:
         mask = batch.loss_mask

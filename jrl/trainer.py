@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jrl import config as config_lib
@@ -21,8 +22,8 @@ from jrl.algorithms.aggregation import weights
 from jrl.algorithms.kl import kl
 from jrl.build import Parts, build
 from jrl.data import Prompt
-from jrl.run import Interrupted, Run
 from jrl.rollout.scheduler import Request
+from jrl.run import Interrupted, Run
 from jrl.sharding.reshard import reshard
 from jrl.types import Batch, Rollout, concatenate, make_rollout, take
 
@@ -105,9 +106,9 @@ class Trainer:
     def generate(self, prompts: list[Prompt], samples: int, temperature: float | None = None, first_group: int = 0) -> Rollout:
         """`samples` responses to each prompt, at the training temperature unless told otherwise."""
         c, run = self.config.rollout, self.run
-        temperature = c.temperature if temperature is None else temperature
+        temperature, ignore_eos = c.temperature if temperature is None else temperature, c.ignore_eos
         requests = [
-            Request(np.asarray(x.tokens, np.int32), samples, c.max_new_tokens, temperature, run.samples + i * samples, c.ignore_eos)
+            Request(np.asarray(x.tokens, np.int32), samples, c.max_new_tokens, temperature, run.samples + i * samples, ignore_eos)
             for i, x in enumerate(prompts)
         ]
         run.samples += len(prompts) * samples
@@ -122,13 +123,17 @@ class Trainer:
         mine[:] = [prompts[i] for i in rollout.prompt_index]
         texts = np.array([decode(tokens, skip_special_tokens=True) for tokens in rollout.responses()], object)
         with self.run.timers("reward"):
-            result = self.parts.rewards.score_prompts(mine, texts)
+            result = self.parts.rewards.score_prompts(list(mine), list(texts))
         return Batch(rollout, mine, texts, result.total, result.valid, result.parts)
 
     def advantages(self, states: dict, batch: Batch) -> Batch:
         """Rewards to advantages: relative to the group (GRPO), or estimated over the critic's values (PPO)."""
         a, p, timers, rollout, mask = self.config.algorithm, self.parts, self.run.timers, batch.rollout, batch.loss_mask
-        old = ref = values = returns = penalty = None
+        old: Any = None
+        ref: Any = None
+        values: Any = None
+        returns: Any = None
+        penalty: Any = None
         if p.updates_per_step > 1 or a.kl_in == "reward":
             with timers("old_log_prob"):
                 old = p.policy.run("logprobs", states["policy"].params, rollout)[0]
@@ -147,7 +152,7 @@ class Trainer:
                 advantages = whiten(raw, mask)
             else:
                 each = grpo(rewards.sum(axis=1), rollout.group_ids, batch.valid, a.normalize_std)  # [N]
-                advantages = np.where(mask, np.asarray(each)[:, None], 0.0)
+                advantages = jnp.where(mask, each[:, None], 0.0)
         return dataclasses.replace(
             batch, advantages=np.asarray(advantages, np.float32), old_logprobs=old, ref_logprobs=ref, values=values,
             returns=None if returns is None else np.asarray(returns),

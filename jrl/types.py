@@ -66,11 +66,11 @@ class Batch:
     rewards: np.ndarray  # f32[N], of the whole sequence
     valid: np.ndarray  # bool[N], False where the reward failed: the sequence carries no loss
     reward_parts: dict[str, np.ndarray]  # f32[N] of each reward function, before its weight
-    advantages: np.ndarray | None = None  # f32[N, T]
-    old_logprobs: np.ndarray | None = None  # f32[N, T], the learner's, before the first update of the step
-    ref_logprobs: np.ndarray | None = None  # f32[N, T]
-    values: np.ndarray | None = None  # f32[N, T], the critic's, before its first update of the step
-    returns: np.ndarray | None = None  # f32[N, T]
+    advantages: Any = None  # f32[N, T]
+    old_logprobs: Any = None  # f32[N, T], the learner's, before the first update of the step
+    ref_logprobs: Any = None  # f32[N, T]
+    values: Any = None  # f32[N, T], the critic's, before its first update of the step
+    returns: Any = None  # f32[N, T]
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -86,9 +86,9 @@ def _map(fn: Callable[..., Any], *trees: Any) -> Any:
     first = trees[0]
     if first is None:
         return None
-    if dataclasses.is_dataclass(first):
+    if isinstance(first, Rollout | Batch):
         names = [f.name for f in dataclasses.fields(first)]
-        return type(first)(**{n: _map(fn, *(getattr(t, n) for t in trees)) for n in names})  # type: ignore[operator]
+        return dataclasses.replace(first, **{n: _map(fn, *(getattr(t, n) for t in trees)) for n in names})
     if isinstance(first, dict):
         return {n: _map(fn, *(t[n] for t in trees)) for n in first}
     return fn(*trees)

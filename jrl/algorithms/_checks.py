@@ -1,14 +1,18 @@
 """What the functions of this room check at their door: shapes, so that nothing broadcasts by accident, and names."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrl.errors import UserError
 
+Array = jax.Array | np.ndarray  # what the functions of this room take; they return jax arrays
 
-def check_shapes(axes: str, **arrays: jax.Array) -> None:
+
+def check_shapes(axes: str, **arrays: Any) -> None:
     """Every array has exactly the axes, such as "N T", and all have the same sizes.
 
     Raises:

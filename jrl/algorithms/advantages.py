@@ -7,10 +7,10 @@ never enters a result, not even as NaN. All results are float32 and no gradient 
 import jax
 import jax.numpy as jnp
 
-from jrl.algorithms._checks import check_shapes
+from jrl.algorithms._checks import Array, check_shapes
 
 
-def token_rewards(rewards: jax.Array, mask: jax.Array, penalty: jax.Array | None = None) -> jax.Array:
+def token_rewards(rewards: Array, mask: Array, penalty: Array | None = None) -> jax.Array:
     """r_t = R [t is the last token of the response] - penalty_t.
 
     With penalty = beta KL_t this is the reward of InstructGPT (arXiv:2203.02155, eq. 2), spread over the tokens.
@@ -35,7 +35,7 @@ def token_rewards(rewards: jax.Array, mask: jax.Array, penalty: jax.Array | None
     return jnp.where(mask, out - penalty, 0.0)
 
 
-def grpo(rewards: jax.Array, group_ids: jax.Array, valid: jax.Array, normalize_std: bool = True) -> jax.Array:
+def grpo(rewards: Array, group_ids: Array, valid: Array, normalize_std: bool = True) -> jax.Array:
     """Advantage over the other responses to the same prompt.
 
         A_i = (R_i - mean) / (std + 1e-6)    GRPO (arXiv:2402.03300, section 4.1.2)
@@ -70,7 +70,7 @@ def grpo(rewards: jax.Array, group_ids: jax.Array, valid: jax.Array, normalize_s
     return jnp.where(valid & (high > low), out, 0.0)
 
 
-def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float) -> tuple[jax.Array, jax.Array]:
+def gae(rewards: Array, values: Array, mask: Array, gamma: float, lam: float) -> tuple[jax.Array, jax.Array]:
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16) over the tokens of the mask alone.
 
         delta_t  = r_t + gamma V_next - V_t
@@ -104,7 +104,7 @@ def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, la
     return advantages, jnp.where(mask, advantages + values, 0.0)
 
 
-def moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def moments(x: Array, mask: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Mean and unbiased variance of x over the mask (any one shape), and whether x varies there at all.
 
     The mean of equal numbers carries a rounding error, so their variance need not be exactly 0; `varies` is exact.
@@ -116,7 +116,7 @@ def moments(x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     return mean, variance, high > low
 
 
-def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
+def whiten(x: Array, mask: Array) -> jax.Array:
     """(x - mean) / sqrt(var + 1e-8) over the mask of the whole batch, var unbiased.
 
     Args:

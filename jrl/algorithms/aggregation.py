@@ -7,13 +7,13 @@ of the rows and tokens into microbatches or devices.
 import jax
 import jax.numpy as jnp
 
-from jrl.algorithms._checks import check_name, check_shapes
+from jrl.algorithms._checks import Array, check_name, check_shapes
 from jrl.errors import UserError
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def weights(mask: jax.Array, mode: str, max_length: int | None = None) -> jax.Array:
+def weights(mask: Array, mode: str, max_length: int | None = None) -> jax.Array:
     """The weight of every token in the loss of a minibatch.
 
         token-mean               1 / tokens                   DAPO (arXiv:2503.14476)

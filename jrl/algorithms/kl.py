@@ -17,12 +17,12 @@ k3 that of the reversed KL, which agrees to first order near the reference, and 
 import jax
 import jax.numpy as jnp
 
-from jrl.algorithms._checks import check_name, check_shapes
+from jrl.algorithms._checks import Array, check_name, check_shapes
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 still leaves float32 room for sums
 
 
-def _k3(d: jax.Array) -> jax.Array:
+def _k3(d: Array) -> jax.Array:
     # expm1, since exp(-d) - 1 has an error of 6e-8 however small d is, and k3 itself is d^2 / 2.
     d = jnp.clip(d, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.expm1(-d) + d
@@ -31,7 +31,7 @@ def _k3(d: jax.Array) -> jax.Array:
 ESTIMATORS = {"k1": lambda d: d, "abs": jnp.abs, "k2": lambda d: 0.5 * jnp.square(d), "k3": _k3}
 
 
-def kl(logprobs: jax.Array, ref_logprobs: jax.Array, estimator: str) -> jax.Array:
+def kl(logprobs: Array, ref_logprobs: Array, estimator: str) -> jax.Array:
     """Estimated KL of the policy to the reference at each token.
 
     Args:

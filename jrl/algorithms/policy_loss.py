@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from jrl.algorithms._checks import check_shapes
+from jrl.algorithms._checks import Array, check_shapes
 from jrl.algorithms.kl import LOG_RATIO_LIMIT
 
 
 def ppo_clip(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from jrl.algorithms._checks import check_shapes
+from jrl.algorithms._checks import Array, check_shapes
 from jrl.algorithms.advantages import moments
 
 
-def clipped_value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float) -> tuple[jax.Array, jax.Array]:
+def clipped_value_loss(values: Array, old_values: Array, returns: Array, clip: float) -> tuple[jax.Array, jax.Array]:
     """L = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), PPO's value loss (as in arXiv:2006.05990).
 
     The gradient is V - R, and 0 where the clipped term is the larger: V has moved by more than clip towards R.
@@ -32,7 +32,7 @@ def clipped_value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Ar
     return 0.5 * jnp.where(clipped, bounded, plain), clipped.astype(jnp.float32)
 
 
-def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
+def explained_variance(values: Array, returns: Array, mask: Array) -> jax.Array:
     """1 - Var(returns - values) / Var(returns) over the mask.
 
     Args:

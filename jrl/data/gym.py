@@ -11,7 +11,7 @@ from jrl.errors import UserError
 PREFIX = "reasoning_gym:"
 
 
-def draw(names: Sequence[str], options: Mapping[str, Any], size: int, seed: int) -> list[dict[str, Any]]:
+def draw(names: Sequence[str], options: Mapping[str, Any], size: int, seed: int, repeats: bool = False) -> list[dict[str, Any]]:
     """`size` problems with different questions, the tasks taking turns while they have new ones.
 
     Problem i of a task depends on (seed, i) only. Drawing ends when there are enough, or when so many draws in a row
@@ -20,6 +20,8 @@ def draw(names: Sequence[str], options: Mapping[str, Any], size: int, seed: int)
     Args:
       names: tasks, such as "chain_sum".
       options: the tasks' options; a dict under the name of a task holds options for that one alone.
+      repeats: return every draw, so that small and frequent problems come as often as the tasks make them; `size` still
+        counts the different ones.
 
     Returns:
       Rows with question, answer, metadata, data_source (`reasoning_gym:NAME`) and dataset_options: all that the task's
@@ -34,14 +36,16 @@ def draw(names: Sequence[str], options: Mapping[str, Any], size: int, seed: int)
         )
     rows: dict[str, dict[str, Any]] = {}
     most = 100 * size + 1000
+    drawn: list[dict[str, Any]] = []
     fruitless = 0
     turns = zip(*(_problems(name, _options_of(name, names, options), most, seed) for name in names), strict=True)
     for row in itertools.islice(itertools.chain.from_iterable(turns), most):
         fruitless += 1
+        drawn.append(row)
         if rows.setdefault(" ".join(row["question"].split()), row) is row:
             fruitless = 0
         if len(rows) == size:
-            return list(rows.values())
+            return drawn if repeats else list(rows.values())
         if fruitless >= max(1000, 10 * len(rows)):
             break
     raise UserError(

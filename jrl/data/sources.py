@@ -45,6 +45,7 @@ def load_examples(
     options: Mapping[str, Any] | None = None,
     size: int = 0,
     seed: int = 0,
+    repeats: bool = False,
 ) -> list[Example]:
     """Reads a source.
 
@@ -55,6 +56,7 @@ def load_examples(
       options: keyword options of reasoning-gym's datasets; for a mix, `{NAME: {...}}` is for NAME alone.
       size: distinct problems to draw from reasoning-gym; every other source is read whole.
       seed: of reasoning-gym's draw.
+      repeats: keep its repeated problems, see `gym.draw`.
 
     Raises:
       UserError: no such file, a broken line (with its number), a missing column (with the row and the columns there
@@ -62,7 +64,7 @@ def load_examples(
     """
     if is_gym(source):
         names, prompt_key, answer_key = source.removeprefix(gym.PREFIX).split("+"), "question", "answer"
-        rows = _numbered(source, gym.draw(names, options or {}, size, seed))
+        rows = _numbered(source, gym.draw(names, options or {}, size, seed, repeats))
     elif options:
         raise UserError(f"data.options={dict(options)}: {source!r} takes none; they are for {gym.PREFIX}NAME only")
     else:

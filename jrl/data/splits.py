@@ -20,6 +20,7 @@ def load_splits(
     prompt_key: str = "question",
     answer_key: str = "answer",
     prompt_suffix: str = "",
+    repeats: bool = False,
 ) -> tuple[list[Example], list[Example]]:
     """Training and held-out examples; a question that occurs in both goes to the held-out ones alone.
 
@@ -29,6 +30,8 @@ def load_splits(
       train_size, eval_size: problems, drawn at random if there are more; 0 stands for all.
       seed: of the draw.
       options, prompt_key, answer_key, prompt_suffix: see `load_examples`.
+      repeats: of one reasoning-gym source, train on problems as often as the tasks make them. Sizes count different ones, and
+        the held-out ones are the first that were drawn, each once.
 
     Raises:
       UserError: as `load_examples`, and when there are fewer distinct questions than wanted.
@@ -44,6 +47,12 @@ def load_splits(
         raise UserError(f"data.options={dict(options)}: only reasoning-gym sources take options; remove them")
     if is_gym(train) and not train_size:
         raise UserError(f"data.train_size=0: {train} makes as many problems as it is told; give a number")
+    if repeats:
+        if not is_gym(train) or held_out:
+            raise UserError("data.repeats=True: is for a reasoning-gym data.train without a data.eval; set it to False")
+        keys = {"prompt_key": prompt_key, "answer_key": answer_key, "prompt_suffix": prompt_suffix}
+        size = train_size + eval_size
+        return split_draws(load_examples(train, **keys, options=options, size=size, seed=seed, repeats=True), eval_size)
     if held_out is None or (isinstance(held_out, str) and not held_out):
         return split_by_question(load(train, train_size + eval_size), train_size, eval_size, seed)
     evals = _sample(distinct(load(held_out, eval_size)), eval_size, seed, "data.eval_size")
@@ -75,9 +84,19 @@ def split_by_question(
     return shuffled[eval_size:end], shuffled[:eval_size]
 
 
+def split_draws(examples: Sequence[Example], eval_size: int) -> tuple[list[Example], list[Example]]:
+    """Draws in their order: the first `eval_size` different questions are held out, all draws of other ones are for training."""
+    held_out = distinct(examples)[:eval_size]
+    taken = {example.key for example in held_out}
+    return [example for example in examples if example.key not in taken], held_out
+
+
 def distinct(examples: Sequence[Example]) -> list[Example]:
-    """The first example of each question, in order."""
-    return list({example.key: example for example in reversed(examples)}.values())[::-1]
+    """The first example of each question, in the order of these."""
+    first: dict[str, Example] = {}
+    for example in examples:
+        first.setdefault(example.key, example)
+    return list(first.values())
 
 
 def overlap(train: Sequence[Example], held_out: Sequence[Example]) -> int:

@@ -102,7 +102,7 @@ class Block(nnx.Module):
         q = self.q(y).reshape(d, t, a.num_heads, a.head_dim)  # [d, t, H, K]
         k = self.k(y).reshape(d, t, a.num_kv_heads, a.head_dim)  # [d, t, J, K]
         v = self.v(y).reshape(d, t, a.num_kv_heads, a.head_dim)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = constrain(rotate(q, *rotation), ("batch", "length", "act_heads", None))
         k = constrain(rotate(k, *rotation), ("batch", "length", "act_kv_heads", None))

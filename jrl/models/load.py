@@ -106,7 +106,7 @@ def _locate(path: str) -> pathlib.Path:
         return pathlib.Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
     except Exception as error:  # no network, no such model, no permission: the hub has a class for each
         first = str(error).split("\n")[0]
-        raise UserError(f"model.path={path}: neither a local path nor available from the hub ({first}); give a directory") from None
+        raise UserError(f"model.path={path}: neither here nor to be had from the hub ({first}); give a directory") from None
 
 
 def _eos_ids(tokenizer: Any, *given: int | list[int] | None) -> tuple[int, ...]:

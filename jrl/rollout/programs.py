@@ -16,15 +16,15 @@ from jrl.rollout.sampler import sample, uniforms
 
 
 class Slots(NamedTuple):
-    """The decode loop's view of the slots, each [R, B]."""
+    """The decode loop's view of the slots, each [R, B]; NumPy on the host, device arrays inside a program."""
 
-    token: jax.Array  # i32, the next token to feed
-    lens: jax.Array  # i32, tokens in the cache
-    remaining: jax.Array  # i32, tokens still allowed; 0 for an idle slot
-    made: jax.Array  # i32, response tokens so far, the position of the next uniform
-    request: jax.Array  # u32, identity of the sample for its random numbers
-    temperature: jax.Array  # f32, 0 is greedy
-    ignore_eos: jax.Array  # bool
+    token: Any  # i32, the next token to feed
+    lens: Any  # i32, tokens in the cache
+    remaining: Any  # i32, tokens still allowed; 0 for an idle slot
+    made: Any  # i32, response tokens so far, the position of the next uniform
+    request: Any  # u32, identity of the sample for its random numbers
+    temperature: Any  # f32, 0 is greedy
+    ignore_eos: Any  # bool
 
 
 class EngineShape(NamedTuple):

@@ -72,7 +72,7 @@ class Scheduler:
         ]
 
     def submit(self, ticket: int, request: Request) -> None:
-        if not 0 < len(request.tokens) or request.samples < 1 or request.max_new_tokens < 1:
+        if not len(request.tokens) > 0 or request.samples < 1 or request.max_new_tokens < 1:
             raise UserError(f"request {ticket}: needs a prompt of at least one token, one sample and one new token")
         if len(request.tokens) + request.max_new_tokens > self.max_tokens:
             raise UserError(
@@ -113,7 +113,9 @@ class Scheduler:
           groups to prefill as (replica, group), page copies as (replica, source, target), and the started samples as
           (replica, slot, sample). Prefills come before copies.
         """
-        prefills, copies, started = [], [], []
+        prefills: list[tuple[int, Group]] = []
+        copies: list[tuple[int, int, int]] = []
+        started: list[tuple[int, int, Sample]] = []
         opened: list[tuple[Replica, list[int]]] = []
         progress = True
         while progress:
@@ -121,30 +123,31 @@ class Scheduler:
             for index in sorted(range(len(self.replicas)), key=lambda i: self.replicas[i].load):
                 replica = self.replicas[index]
                 if replica.head is None and self.queue and None in replica.slots:
-                    if self._open(replica):
-                        prefills.append((index, replica.head))
+                    group = self._open(replica)
+                    if group is not None:
+                        prefills.append((index, group))
                         progress = True
-                while replica.head is not None and self._start(index, replica, copies, started):
+                while (group := replica.head) is not None and self._start(index, replica, group, copies, started):
                     progress = True
-                    if not replica.head.waiting:
-                        opened.append((replica, replica.head.prompt_pages))
+                    if not group.waiting:
+                        opened.append((replica, group.prompt_pages))
                         replica.head = None
         for replica, pages in opened:
             # Only now: a page given back earlier could be prefilled for another group before it has been copied.
             replica.pages.release(pages)
         return prefills, copies, started
 
-    def _open(self, replica: Replica) -> bool:
+    def _open(self, replica: Replica) -> Group | None:
         """Takes the next group in if its prompt and one sample fit."""
         request = self.queue[0].request
         if replica.pages.free < self._prompt_pages(request) + self._own_pages(request):
-            return False
-        replica.head = self.queue.popleft()
-        replica.head.prompt_pages = replica.pages.allocate(self._prompt_pages(request))
-        return True
+            return None
+        group = replica.head = self.queue.popleft()
+        group.prompt_pages = replica.pages.allocate(self._prompt_pages(request))
+        return group
 
-    def _start(self, index: int, replica: Replica, copies: list, started: list) -> bool:
-        group, request = replica.head, replica.head.request
+    def _start(self, index: int, replica: Replica, group: Group, copies: list, started: list) -> bool:
+        request = group.request
         if None not in replica.slots or replica.pages.free < self._own_pages(request):
             return False
         slot = replica.slots.index(None)

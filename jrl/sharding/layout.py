@@ -74,7 +74,8 @@ class Layout:
         Raises:
           UserError: a name that the table lacks, or two dimensions that would use one mesh axis.
         """
-        entries, owner = [], {}
+        entries: list[str | tuple[str, ...] | None] = []
+        owner: dict[str, str | None] = {}  # mesh axis -> the logical axis that uses it
         for axis in axes:
             names = self._mesh_axes(axis)
             for name in names:

@@ -14,6 +14,7 @@ process.
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,22 +41,24 @@ def reshard(tree: Any, shardings: Any, dtype: Any = None) -> Any:
     Raises:
       UserError: other structures; a dimension that does not divide. Nothing has moved by then.
     """
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    structure: Any = jax.tree.structure(tree)
     leaves = [leaf for _, leaf in paths_and_leaves]
     if isinstance(shardings, Sharding):
         targets = [shardings] * len(leaves)
     else:
-        targets, target_structure = jax.tree_util.tree_flatten(shardings)
-        if target_structure != structure:
+        targets = jax.tree.leaves(shardings)
+        if jax.tree.structure(shardings) != structure:
             raise UserError(
-                f"reshard: the arrays are {structure} but the shardings {target_structure}; pass trees of one structure"
+                f"reshard: the arrays are {structure} but the shardings {jax.tree.structure(shardings)};"
+                " pass trees of one structure"
             )
     for (path, leaf), target in zip(paths_and_leaves, targets, strict=True):
         _check_divides(path_name(path), leaf.shape, target)
     return jax.tree_util.tree_unflatten(structure, _move(leaves, targets, dtype))
 
 
-def _move(leaves: list[jax.Array], targets: list[Sharding], dtype: Any) -> list[jax.Array]:
+def _move(leaves: Sequence[jax.Array], targets: Sequence[Sharding], dtype: Any) -> list[jax.Array]:
     dtypes = [_target_dtype(leaf.dtype, dtype) for leaf in leaves]
     moved: list[Any] = [None] * len(leaves)
     send: list[int] = []
@@ -74,7 +77,7 @@ def _move(leaves: list[jax.Array], targets: list[Sharding], dtype: Any) -> list[
         for i, leaf in zip(group, program([leaves[i] for i in group]), strict=True):
             moved[i] = leaf
     if send:
-        matching = [_matching(leaves[i].shape, leaves[i].sharding, targets[i]) for i in send]
+        matching: list[Sharding] = [_matching(leaves[i].shape, leaves[i].sharding, targets[i]) for i in send]
         for i, leaf in zip(send, _move([leaves[i] for i in send], matching, dtype), strict=True):
             moved[i] = _send(leaf, targets[i])
     return moved
@@ -140,7 +143,7 @@ def _send(x: jax.Array, target: Sharding) -> jax.Array:
     turns = {bounds: itertools.cycle(copies) for bounds, copies in holders.items()}
     cut, devices = [], []
     for device, index in target.addressable_devices_indices_map(x.shape).items():
-        wanted = _bounds(index, x.shape)
+        wanted = _bounds(index or (), x.shape)
         bounds = next(b for b in turns if all(lo <= a and z <= hi for (lo, hi), (a, z) in zip(b, wanted, strict=True)))
         part = next(turns[bounds])
         cut.append(part if bounds == wanted else part[_inside(wanted, bounds)])
@@ -148,7 +151,8 @@ def _send(x: jax.Array, target: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, target, jax.device_put(cut, devices))
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(start, stop) along each dimension of a tuple of slices."""
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 

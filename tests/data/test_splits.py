@@ -68,3 +68,24 @@ def test_sizes_and_options_that_do_not_fit_the_source():
         load_splits("reasoning_gym:chain_sum", eval_size=5)
     with pytest.raises(UserError, match="only reasoning-gym sources take options"):
         load_splits(rows, options={"min_terms": 2})
+
+
+def test_repeats_keep_the_tasks_own_frequencies_and_share_no_question():
+    options = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    wanted = {"train_size": 400, "eval_size": 40, "seed": 0, "options": options}
+    train, held_out = load_splits("reasoning_gym:chain_sum", repeats=True, **wanted)
+    assert len({e.key for e in train}) == 400 and len({e.key for e in held_out}) == len(held_out) == 40
+    assert overlap(train, held_out) == 0
+
+    def two_terms(examples):
+        return sum(len(e.key.partition(":")[2].split()) == 4 for e in examples) / len(examples)  # "a + b ="
+
+    # Half of the draws have two terms, of which there are 200 only; each problem once, they become rare.
+    assert len(train) > 400 and 0.4 < two_terms(train) < 0.6 and 0.3 < two_terms(held_out) < 0.7
+    once, _ = load_splits("reasoning_gym:chain_sum", **wanted)
+    assert len(once) == 400 and two_terms(once) < 0.4
+
+
+def test_repeats_are_for_one_generated_source():
+    with pytest.raises(UserError, match=r"data\.repeats=True"):
+        load_splits([{"question": "q", "answer": "a"}], repeats=True)

