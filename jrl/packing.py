@@ -58,14 +58,16 @@ def pack(
     if not groups:
         return
     group_size = max(map(len, groups))
-    prompt_length = bucket(int(rollout.prompt_lens[rows].max()), LENGTH_STEP)
+    # The whole rollout's longest prompt, so that the choice of rows makes no new program.
+    prompt_length = bucket(int(rollout.prompt_lens.max()), LENGTH_STEP)
     queue = [group for group in reversed(groups)]  # popped from the end
     left = len(rows)
     while queue:
         length = bucket(int(rollout.response_lens[queue[-1]].max()), LENGTH_STEP)
         whole_groups = microbatch_tokens // (prompt_length + group_size * length)
         most = max(whole_groups * group_size or (microbatch_tokens - prompt_length) // length, 1)
-        size = min(most, bucket(math.ceil(left / (shards * group_size))) * group_size)
+        # Groups by powers of two: a program compiled for each count would cost more than the padding.
+        size = min(most, group_size << (math.ceil(left / (shards * group_size)) - 1).bit_length())
         prompts = -(-size // group_size)
         taken = [_take(queue, size, prompts) for _ in range(shards)]
         left -= sum(len(group) for shard in taken for group in shard)

@@ -325,7 +325,8 @@ def _learner_shapes(batch: dict[str, int], rows: int, shards: int) -> list[tuple
     """Sizes of the microbatches, on one shard, into which `jrl.packing.pack` splits `rows` sequences."""
     group, budget = batch["group_size"], batch["microbatch_tokens"]
     rows_per_shard = -(-rows // shards)
-    remainders = _buckets(-(-rows_per_shard // group))  # groups that are left for each shard
+    groups = -(-rows_per_shard // group)
+    remainders = [1 << i for i in range((groups - 1).bit_length() + 1)]  # groups that are left for each shard
     shapes = set()
     for u in _buckets(batch["prompt_tokens"], LENGTH_STEP):
         for t in _buckets(batch["response_tokens"], LENGTH_STEP):
