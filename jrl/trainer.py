@@ -163,13 +163,16 @@ class Trainer:
     def update(self, step: int, states: dict, batch: Batch) -> dict[str, float]:
         """Epochs over minibatches of the batch, critic first; replaces the states, which are donated."""
         a, p = self.config.algorithm, self.parts
-        p.engine.load(None, -1)  # the engine may be borrowing the very arrays that the update donates
+        if not (batch.rollout.versions[batch.rollout.loss_mask] == p.engine.version).all():
+            raise RuntimeError(f"step {step}: the batch is of other weights than the published version {p.engine.version}")
         rng = np.random.default_rng((self.config.seed, step))
+        p.engine.load(None, -1)  # it may be borrowing the very arrays that the updates donate
         metrics: dict[str, list[float]] = {}
         for _ in range(a.epochs):
             for rows in minibatches(batch.rollout.group_ids, a.minibatches, rng):
                 taught = rows if a.kl_in == "loss" or a.entropy_coef else rows[np.any(batch.advantages[rows] != 0, axis=1)]
                 columns = self.columns(batch, rows, taught)
+                collect(metrics, "rollout", {"rows_taught": len(taught)})
                 if p.critic is not None:
                     with self.run.timers("update_critic"):
                         states["critic"], new = p.critic.update(states["critic"], batch.rollout, columns["critic"], rows)
@@ -178,7 +181,6 @@ class Trainer:
                     with self.run.timers("update_actor"):
                         states["policy"], new = p.policy.update(states["policy"], batch.rollout, columns["policy"], taught)
                     collect(metrics, "actor", new)
-        metrics["rollout/rows_taught"] = [len(taught)]
         return {name: float(np.mean(values)) for name, values in metrics.items()}
 
     def columns(self, batch: Batch, rows: np.ndarray, taught: np.ndarray) -> dict[str, dict[str, np.ndarray]]:

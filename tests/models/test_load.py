@@ -120,7 +120,8 @@ def test_gguf_architecture_is_the_published_one(smol):
 
 def test_gguf_tokenizer_speaks_like_the_model_was_trained(smol, tmp_path):
     tokenizer = smol.tokenizer
-    for text in ("What is 7 plus 12?\n\n  tabs\t", "é ü 漢字 🙂 don't I'll", "<|im_start|>user\nhi<|im_end|>", "x=12345, 1,000.50"):
+    texts = ("What is 7 plus 12?\n\n  tabs\t", "é ü 漢字 🙂 don't I'll", "<|im_start|>user\nhi<|im_end|>", "x=12345, 1,000.50")
+    for text in texts:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert not [t for t in tokenizer.convert_ids_to_tokens(ids) if sum(c.isdigit() for c in t) > 1]  # digit by digit
