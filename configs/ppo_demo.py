@@ -9,7 +9,7 @@ import runpy
 
 def get_config():
     c = runpy.run_path(str(pathlib.Path(__file__).with_name("demo.py")))["get_config"]()
-    c.steps = 50
+    c.steps = 40
     c.run_dir = "runs/ppo_demo"
     c.algorithm.name = "ppo"
     c.algorithm.lam = 0.95
@@ -18,5 +18,5 @@ def get_config():
     c.critic.beta2 = 0.95
     c.critic.weight_decay = 0.0
     c.critic.policy_delay_steps = 3
-    c.checkpoint.every_steps = 25
+    c.checkpoint.every_steps = 20
     return c

@@ -1,0 +1,258 @@
+"""The promises that hold the rooms together, on a small random model; each beside what it looks like when broken."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jrl.config import load
+from jrl.learner import Forward, Learner, make_optimizer
+from jrl.losses import policy_loss
+from jrl.models import decoder
+from jrl.models.load import RANDOM
+from jrl.rollout.engine import Engine
+from jrl.rollout.scheduler import Request
+from jrl.sharding.digest import digest
+from jrl.sharding.layout import Layout
+from jrl.trainer import Trainer
+from jrl.types import make_rollout
+
+ARCH = dataclasses.replace(RANDOM["tiny"], qkv_bias=True, tie_embeddings=False)
+TEMPERATURE = 0.7
+EOS = tuple(range(2, 264, 12))  # many, so that random weights meet one now and then
+OPTIMIZER = ConfigDict(
+    {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99,
+     "eps": 1e-8, "max_grad_norm": 1.0}
+)  # fmt: skip
+ALGORITHM = ConfigDict(
+    {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "entropy_coef": 0.01, "kl_in": "none", "kl_coef": 0.0,
+     "kl_estimator": "k3"}
+)  # fmt: skip
+
+
+def one_device(kind):
+    return getattr(Layout, kind)({}, jax.devices()[:1])
+
+
+def make_params(layout=None):
+    """Weights far enough from zero that every part of the model matters."""
+    params = jax.tree.map(lambda x: x + 0.25 * jax.random.normal(jax.random.key(x.size), x.shape), decoder.init_params(ARCH, 0))
+    return params if layout is None else jax.device_put(params, layout.tree(decoder.param_axes(ARCH), params))
+
+
+def make_engine(layout=None, **options):
+    layout = layout or one_device("rollout")
+    settings = {"slots": 4, "max_tokens": 64, "eos_ids": EOS, "page_size": 8, "decode_chunk": 5, "seed": 7}
+    engine = Engine(ARCH, layout, **(settings | options))
+    engine.load(make_params(layout), 3)
+    return engine
+
+
+def make_learner(layout=None, temperature=TEMPERATURE, microbatch_tokens=512, logit_chunk=32):
+    layout = layout or one_device("train")
+    forward = Forward(ARCH, layout.constrain, jnp.float32, "full", temperature, logit_chunk)
+    transform, schedule = make_optimizer(OPTIMIZER, 10)
+    return Learner(
+        "policy", forward, layout, decoder.Decoder, microbatch_tokens, policy_loss(ALGORITHM), transform, schedule
+    )
+
+
+def requests():
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 260, n).astype(np.int32) for n in (1, 8, 9, 21, 17)]  # one token, a whole page, one more, ...
+    counts = (3, 4, 1, 6, 2)
+    return [Request(p, count, 24, TEMPERATURE, 100 * i) for i, (p, count) in enumerate(zip(prompts, counts, strict=True))]
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    asked = requests()
+    return make_rollout([r.tokens for r in asked], make_engine().generate(asked))
+
+
+@pytest.fixture(scope="module")
+def learner():
+    return make_learner()
+
+
+@pytest.fixture(scope="module")
+def columns(rollout):
+    mask = rollout.loss_mask
+    advantages = np.random.default_rng(1).standard_normal(mask.shape).astype(np.float32) * mask
+    share = (mask / mask.sum()).astype(np.float32)
+    return {"weight": share, "share": share, "advantages": advantages, "rollout_logprobs": rollout.logprobs}
+
+
+def naive_logprobs(params, rollout):
+    """Row by row, the whole sequence, no packing: log_softmax(logits / temperature) of each response token."""
+    from tests.models.test_decoder import our_logits
+
+    out = np.zeros_like(rollout.logprobs)
+    for row, (p, n) in enumerate(zip(rollout.prompt_lens, rollout.lens, strict=True)):
+        tokens = rollout.tokens[row : row + 1, :n]
+        logp = jax.nn.log_softmax(our_logits(ARCH, params, tokens)[0] / TEMPERATURE)
+        out[row, p:n] = np.asarray(logp)[np.arange(p - 1, n - 1), tokens[0, p:]]
+    return out
+
+
+def test_rollout_logprobs_are_the_learners_and_those_of_whole_sequences(rollout, learner):
+    assert len(set(rollout.response_lens.tolist())) > 3 and {"eos", "length"} == set(rollout.stop_reasons.tolist())
+    learned = learner.run("logprobs", make_params(), rollout)[0]
+    mask = rollout.loss_mask
+    np.testing.assert_allclose(learned[mask], rollout.logprobs[mask], atol=1e-4)
+    np.testing.assert_allclose(naive_logprobs(make_params(), rollout)[mask], rollout.logprobs[mask], atol=1e-4)
+    assert not learned[~mask].any()
+    other = make_learner(temperature=1.0).run("logprobs", make_params(), rollout)[0]
+    assert np.abs(other[mask] - rollout.logprobs[mask]).max() > 0.01
+
+
+def test_eos_ends_a_response_and_belongs_to_it(rollout):
+    for tokens, reason in zip(rollout.responses(), rollout.stop_reasons, strict=True):
+        assert (tokens[-1] in EOS) == (reason == "eos") and not set(tokens[:-1].tolist()) & set(EOS)
+    assert (rollout.logprobs[np.arange(len(rollout)), rollout.lens - 1] < 0).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"slots": 1}, {"slots": 16, "page_size": 4, "decode_chunk": 24}, {"num_pages": 8}], ids=["alone", "all", "scarce"]
+)
+def test_a_sample_does_not_depend_on_its_company(rollout, options):
+    asked = requests()
+    engine = make_engine(**options)
+    again = make_rollout([r.tokens for r in asked], engine.generate(asked))
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    pages = engine.scheduler.replicas[0].pages
+    assert pages.used == 0 and pages.free == pages.num_pages - 1
+    programs = len(engine.compiled)
+    moved = [dataclasses.replace(r, first_id=r.first_id + 1) for r in asked]
+    assert (make_rollout([r.tokens for r in asked], engine.generate(moved)).tokens != rollout.tokens).any()
+    assert len(engine.compiled) <= programs + 2  # other lengths may fall into another bucket
+
+
+def test_replicas_and_tensor_parallelism_give_the_same_samples(rollout):
+    asked = requests()
+    engine = make_engine(Layout.rollout({"replica": 4, "tensor": 2}), slots=2)
+    again = make_rollout([r.tokens for r in asked], engine.generate(asked))
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    np.testing.assert_allclose(again.logprobs, rollout.logprobs, atol=1e-4)
+
+
+def test_the_pool_is_updated_in_place():
+    engine = make_engine(num_pages=400)
+    table = np.zeros((1, 4, 8), np.int32)
+    compiled = engine.programs.decode.lower(engine.params, engine.pool, table, engine.slots, engine.key, np.int32(0)).compile()
+    memory, pool = compiled.memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(engine.pool))
+    assert memory.alias_size_in_bytes >= pool > memory.temp_size_in_bytes
+
+
+def updated(learner, rollout, columns, layout=None):
+    rows = np.arange(len(rollout))
+    return learner.update(learner.init_state(make_params(layout)), rollout, columns, rows)
+
+
+def assert_same_update(a, b, rtol=1e-5):
+    (state_a, metrics_a), (state_b, metrics_b) = a, b
+    for name in ("pg_loss", "entropy", "grad_norm"):
+        assert metrics_a[name] == pytest.approx(metrics_b[name], rel=rtol, abs=1e-7), name
+    # Adam's first step is lr * sign(g): gradients near zero may differ, so moments are compared, not steps.
+    moments = [jax.tree.leaves(s.opt_state)[1:-1] for s in (state_a, state_b)]
+    for x, y in zip(*moments, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-7)
+
+
+def test_the_gradient_does_not_depend_on_microbatches_or_devices(rollout, learner, columns):
+    whole = updated(learner, rollout, columns)
+    assert_same_update(whole, updated(make_learner(microbatch_tokens=64), rollout, columns))
+    layout = Layout.train({"data": 2, "fsdp": 2, "tensor": 2})
+    assert_same_update(whole, updated(make_learner(layout), rollout, columns, layout), rtol=1e-4)
+    with pytest.raises(AssertionError):
+        assert_same_update(whole, updated(learner, rollout, columns | {"advantages": columns["advantages"] * 1.01}))
+
+
+def test_the_first_update_is_on_policy(rollout, learner, columns):
+    old = learner.run("logprobs", make_params(), rollout)[0]
+    _, metrics = updated(learner, rollout, columns | {"old_logprobs": old})
+    assert metrics["ratio_deviation"] < 1e-5 and abs(metrics["rollout_corr/kl"]) < 1e-8 and metrics["pg_clipfrac"] == 0
+    _, stale = updated(learner, rollout, columns | {"old_logprobs": old - 0.3 * rollout.loss_mask})
+    assert stale["ratio_deviation"] > 0.1 and stale["pg_clipfrac"] > 0
+
+
+def test_a_non_finite_update_is_skipped_and_an_empty_one_teaches_nothing(rollout, learner, columns):
+    last = np.arange(rollout.tokens.shape[1]) == rollout.lens[0] - 1
+    broken = columns | {"advantages": np.where(last, np.nan, columns["advantages"])}
+    before = jax.tree.map(np.array, make_params())
+    state, metrics = updated(learner, rollout, broken)
+    assert metrics["skipped"] == 1 and int(state.skipped) == 1 and int(state.step) == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    _, nothing = updated(learner, rollout, {k: np.zeros_like(v) for k, v in columns.items()})
+    assert nothing["grad_norm"] == 0 and nothing["skipped"] == 0
+
+
+def test_no_array_of_tokens_by_vocabulary_is_made(rollout, columns):
+    def vocabulary_rows(learner):
+        state = learner.init_state(make_params())
+        packed = next(learner._microbatches(rollout, columns, np.arange(len(rollout)), "update"))[1]
+        text = learner._accumulate.lower(state.params, learner._zeros(), packed).compile().as_text()
+        sizes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
+        mine = [s for s in sizes if ARCH.vocab_size in s and ARCH.hidden_size not in s]
+        return max((int(np.prod(s)) // ARCH.vocab_size for s in mine), default=0)
+
+    learner = make_learner(microbatch_tokens=2048)
+    assert 0 < vocabulary_rows(learner) <= 32
+    assert vocabulary_rows(make_learner(microbatch_tokens=2048, logit_chunk=4096)) > 32
+
+
+# A whole run -----------------------------------------------------------------------------------------------------------
+
+RUN = {
+    "steps": 4, "checkpoint.every_steps": 1, "checkpoint.keep": 9, "log.tensorboard": False, "export.hf": False,
+    "log.print_samples_every": 0, "algorithm.minibatches": 2, "eval.every_steps": 3,
+}  # fmt: skip
+
+
+def a_run(folder, arg="", **changes):
+    return Trainer(load(f"configs/tiny.py{arg}", RUN | {"run_dir": str(folder)} | changes))
+
+
+def final_state(trainer):
+    learners = {"policy": trainer.parts.policy} | ({"critic": trainer.parts.critic} if trainer.parts.critic else {})
+    step, state, _ = trainer.run.checkpoints.restore({n: x.abstract_state() for n, x in learners.items()})
+    return step, digest(state)
+
+
+def sampled(folder):
+    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return [(r["step"], r["uid"], r["tokens"], r["logprobs"], r["reward"]) for r in rows]
+
+
+@pytest.mark.parametrize("arg", ["", ":ppo"], ids=["grpo", "ppo"])
+def test_a_resumed_run_is_the_unbroken_one(tmp_path, arg):
+    a_run(tmp_path / "whole", arg).train()
+    a_run(tmp_path / "parts", arg, steps=2).train()
+    resumed = a_run(tmp_path / "parts", arg, resume=True)
+    assert resumed.train()["steps"] == 4
+    assert sampled(tmp_path / "parts") == sampled(tmp_path / "whole")
+    states = [final_state(a_run(tmp_path / name, arg, resume=True)) for name in ("whole", "parts")]
+    assert states[0] == states[1] and states[0][0] == 4
+    a_run(tmp_path / "other", arg, seed=1).train()
+    assert sampled(tmp_path / "other") != sampled(tmp_path / "whole")
+
+
+def test_what_is_published_is_what_was_learned(tmp_path):
+    trainer = a_run(tmp_path / "run", steps=2)
+    states = trainer.run.restore()
+    trainer.publish(states)
+    learned = lambda: digest(jax.tree.map(jnp.asarray, states["policy"].params))  # noqa: E731
+    assert digest(trainer.parts.engine.params) == learned()
+    stale = jax.tree.map(jnp.copy, trainer.parts.engine.params)
+    batch = next(trainer.experience(states))
+    batch = dataclasses.replace(batch, advantages=np.where(batch.loss_mask, 1.0, 0.0).astype(np.float32))
+    trainer.update(0, states, batch)
+    trainer.publish(states)
+    assert digest(trainer.parts.engine.params) == learned() != digest(stale)
+    with pytest.raises(RuntimeError, match="other weights"):
+        trainer.update(1, states, batch)
