@@ -57,6 +57,9 @@ def sample(logits: jax.Array, temperature: jax.Array, uniform: jax.Array) -> tup
     scaled = logits / jnp.where(greedy, 1.0, temperature)[..., None]
     top = jnp.max(scaled, axis=-1, keepdims=True)
     p = jnp.exp(scaled - top)
-    token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), inverse_cdf(p, uniform))
+    token = inverse_cdf(p, uniform)
+    likeliest = lambda: jnp.argmax(scaled, axis=-1).astype(jnp.int32)  # noqa: E731
+    # A pass over the vocabulary that only greedy slots need.
+    token = jnp.where(greedy, jax.lax.cond(jnp.any(greedy), likeliest, lambda: token), token)
     picked = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0]
     return token, picked - top[..., 0] - jnp.log(jnp.sum(p, axis=-1))
