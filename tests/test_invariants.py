@@ -16,6 +16,7 @@ from jrl.losses import policy_loss
 from jrl.models import decoder
 from jrl.models.load import RANDOM
 from jrl.rollout.engine import Engine
+from jrl.rollout.sampler import uniforms
 from jrl.rollout.scheduler import Request
 from jrl.sharding.digest import digest
 from jrl.sharding.layout import Layout
@@ -124,7 +125,7 @@ def test_a_sample_does_not_depend_on_its_company(rollout, options):
     asked = requests()
     engine = make_engine(**options)
     again = make_rollout([r.tokens for r in asked], engine.generate(asked))
-    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    assert_same_but_for_rounding(again, rollout)
     pages = engine.scheduler.replicas[0].pages
     assert pages.used == 0 and pages.free == pages.num_pages - 1
     programs = len(engine.compiled)
@@ -137,8 +138,30 @@ def test_replicas_and_tensor_parallelism_give_the_same_samples(rollout):
     asked = requests()
     engine = make_engine(Layout.rollout({"replica": 4, "tensor": 2}), slots=2)
     again = make_rollout([r.tokens for r in asked], engine.generate(asked))
-    np.testing.assert_array_equal(again.tokens, rollout.tokens)
-    np.testing.assert_allclose(again.logprobs, rollout.logprobs, atol=1e-4)
+    same = assert_same_but_for_rounding(again, rollout)
+    assert same.sum() >= len(rollout) - 2
+    np.testing.assert_allclose(again.logprobs[same], rollout.logprobs[same], atol=1e-4)
+
+
+def assert_same_but_for_rounding(a, b):
+    """Which rows agree; the first difference of any other must lie where the uniform is within 1e-5 of a step of the CDF.
+
+    Splitting a product over devices rounds it otherwise, and then such a threshold may fall on the other side.
+    """
+    from tests.models.test_decoder import our_logits
+
+    ids = [r.first_id + sample for r in requests() for sample in range(r.samples)]
+    same = np.ones(len(b), bool)
+    for row in range(len(b)):
+        width = min(a.tokens.shape[1], b.tokens.shape[1])
+        different = np.flatnonzero(a.tokens[row, :width] != b.tokens[row, :width])
+        if not len(different):
+            continue
+        same[row], t, start = False, different[0], b.prompt_lens[row]
+        p = jax.nn.softmax(our_logits(ARCH, make_params(), b.tokens[row : row + 1, :t])[0, -1] / TEMPERATURE)
+        uniform = uniforms(jax.random.key(7), jnp.uint32([ids[row]]), jnp.int32([t - start]))
+        assert np.abs(np.cumsum(p) - float(uniform[0])).min() < 1e-5, (row, t)
+    return same
 
 
 def test_the_pool_is_updated_in_place():
