@@ -63,7 +63,8 @@ def pack(
     queue = [group for group in reversed(groups)]  # popped from the end
     left = len(rows)
     while queue:
-        length = bucket(int(rollout.response_lens[queue[-1]].max()), LENGTH_STEP)
+        # Of the next two groups: what is left of a group that was split may be shorter than the group after it.
+        length = bucket(max(int(rollout.response_lens[group].max()) for group in queue[-2:]), LENGTH_STEP)
         whole_groups = microbatch_tokens // (prompt_length + group_size * length)
         most = max(whole_groups * group_size or (microbatch_tokens - prompt_length) // length, 1)
         # Groups by powers of two: a program compiled for each count would cost more than the padding.

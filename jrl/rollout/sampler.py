@@ -30,18 +30,26 @@ def inverse_cdf(probabilities: jax.Array, uniform: jax.Array) -> jax.Array:
     pad = -vocab % BLOCK
     p = jnp.pad(probabilities, [(0, 0)] * uniform.ndim + [(0, pad)]) if pad else probabilities
     p = p.reshape(*uniform.shape, -1, BLOCK)
-    ends = jnp.cumsum(jnp.sum(p, axis=-1), axis=-1)  # [..., V / BLOCK]
-    total = ends[..., -1]
-    goal = jnp.minimum(uniform * total, jnp.nextafter(total, 0.0))[..., None]  # the product may round up to the total
-    # The first block whose end exceeds the goal has grown, so a block of zeros is never chosen.
-    block = jnp.argmax(ends > goal, axis=-1)[..., None]
+    blocks = jnp.sum(p, axis=-1)
+    ends = jnp.cumsum(blocks, axis=-1)  # [..., V / BLOCK]
+    goal = (uniform * ends[..., -1])[..., None]
+    block = _first_beyond(ends, blocks, goal)[..., None]
     start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), axis=-1), 0.0)
     inner = jnp.take_along_axis(p, block[..., None], axis=-2)[..., 0, :]  # [..., BLOCK]
-    beyond = start + jnp.cumsum(inner, axis=-1) > goal
-    # Rounding can leave the goal beyond the block's own last sum: then its last token of positive probability.
-    last = BLOCK - 1 - jnp.argmax(jnp.flip(inner > 0, axis=-1), axis=-1)
-    offset = jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1), last)
-    return (block[..., 0] * BLOCK + offset).astype(jnp.int32)
+    offset = _first_beyond(start + jnp.cumsum(inner, axis=-1), inner, goal)
+    # Probabilities of NaN choose nothing; the index stays inside the vocabulary even so.
+    return jnp.minimum(block[..., 0] * BLOCK + offset, vocab - 1).astype(jnp.int32)
+
+
+def _first_beyond(sums: jax.Array, terms: jax.Array, goal: jax.Array) -> jax.Array:
+    """The first index of a positive term whose running sum exceeds the goal, else the last positive term.
+
+    Where running sums are added up as a tree, rounding lets them rise at a term of zero, or all stay below the goal.
+    """
+    positive = terms > 0
+    beyond = positive & (sums > goal)
+    last = terms.shape[-1] - 1 - jnp.argmax(jnp.flip(positive, axis=-1), axis=-1)
+    return jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1), last)
 
 
 def sample(logits: jax.Array, temperature: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:

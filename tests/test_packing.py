@@ -1,0 +1,101 @@
+"""Packing: every row once, its prompt beside it, its columns at their tokens, and never over the budget but alone."""
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.packing import groups_by_prompt, pack, unpack
+from jrl.types import Completion, make_rollout
+
+
+def random_rollout(seed=0, counts=(3, 1, 6, 2, 4), longest=60):
+    """Ragged groups; tokens are all different, so that a misplaced one shows."""
+    rng, done, prompts = np.random.default_rng(seed), [], []
+    fresh = iter(range(1, 10**6))
+    new = lambda n: np.fromiter(fresh, np.int32, n)  # noqa: E731
+    for request, count in enumerate(counts):
+        prompts.append(new(int(rng.integers(1, 40))))
+        for sample in range(count):
+            n = int(rng.integers(1, longest + 1))
+            x = np.zeros(n, np.float32)
+            done.append(Completion(request, sample, new(n), x, x, np.zeros(n, np.int32), "length"))
+    return make_rollout(prompts, done)
+
+
+def packed(rollout, rows=None, shards=1, budget=256, **columns):
+    return list(pack(rollout, columns, np.arange(len(rollout)) if rows is None else rows, shards, budget))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("budget", [16, 150, 400, 100_000])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_row_is_packed_once_beside_its_prompt(seed, budget, shards):
+    rollout = random_rollout(seed)
+    values = np.where(rollout.loss_mask, rollout.tokens * 0.5, np.nan).astype(np.float32)
+    rows = np.random.default_rng(seed).permutation(len(rollout))[:-2]
+    seen = []
+    for m in packed(rollout, rows, shards, budget, value=values):
+        assert m.tokens.shape[0] == shards == m.prompt_tokens.shape[0]
+        assert m.shape == (*m.prompt_tokens.shape[1:], *m.tokens.shape[1:])
+        for s, n in np.ndindex(m.row.shape):
+            row, count = m.row[s, n], m.lens[s, n]
+            if row < 0:
+                assert count == 0 and not m.tokens[s, n].any() and not m.columns["value"][s, n].any()
+                continue
+            seen.append(row)
+            p, size = m.prompt_of[s, n], rollout.prompt_lens[row]
+            assert m.prompt_lens[s, p] == size and count == rollout.response_lens[row]
+            np.testing.assert_array_equal(m.prompt_tokens[s, p, :size], rollout.tokens[row, :size])
+            np.testing.assert_array_equal(m.tokens[s, n, :count], rollout.tokens[row, size : size + count])
+            np.testing.assert_array_equal(m.columns["value"][s, n, :count], m.tokens[s, n, :count] * 0.5)
+            assert not m.tokens[s, n, count:].any() and not m.columns["value"][s, n, count:].any()
+    assert sorted(seen) == sorted(rows.tolist())
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("budget", [16, 100, 200, 500])
+def test_a_microbatch_keeps_to_the_budget_unless_it_is_one_row(budget, shards):
+    sizes = [m.shape for seed in range(4) for m in packed(random_rollout(seed), None, shards, budget)]
+    assert all(p * u + n * t <= budget or (p, n) == (1, 1) for p, u, n, t in sizes)
+    assert budget < 500 or max(p * u + n * t for p, u, n, t in sizes) > budget / 2  # and uses it
+
+
+def test_one_prompt_is_packed_once_for_its_group():
+    rollout = random_rollout(counts=(6, 6))
+    (m,) = packed(rollout, budget=100_000)
+    assert m.shape[0] == 2 and m.shape[2] == 12 and (m.row >= 0).all()
+    assert sorted(np.bincount(m.prompt_of[0]).tolist()) == [6, 6]
+
+
+def test_rows_of_one_group_with_other_prompts_are_kept_apart():
+    """As with dynamic sampling, where group ids are given by the caller: what is shared is decided by the tokens."""
+    a = random_rollout(counts=(2, 2))
+    ids = np.zeros(4, np.int32)
+    groups = groups_by_prompt(type(a)(**{**vars(a), "group_ids": ids}), np.arange(4))
+    assert sorted(sorted(g) for g in groups) == [[0, 1], [2, 3]]
+
+
+def test_long_responses_come_first_and_shapes_are_few():
+    rollout = random_rollout(counts=(2,) * 40, longest=100)
+    microbatches = packed(rollout, budget=600)
+    lengths = [m.shape[3] for m in microbatches]
+    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 1
+    assert len(microbatches) >= 2 * len({m.shape for m in microbatches})
+    some = np.random.default_rng(0).permutation(80)[:40]
+    assert {m.shape[1] for m in packed(rollout, some, budget=600)} == {microbatches[0].shape[1]}
+
+
+@pytest.mark.parametrize("budget", [100, 100_000])
+def test_unpack_puts_results_back_where_they_belong(budget):
+    rollout = random_rollout()
+    out = np.full(rollout.tokens.shape, -1.0, np.float32)
+    for m in packed(rollout, shards=2, budget=budget):
+        unpack(out, m.tokens + 0.5, m, rollout.prompt_lens)  # padding holds 0.5, which must not arrive
+    np.testing.assert_array_equal(out, np.where(rollout.loss_mask, rollout.tokens + 0.5, -1.0))
+
+
+def test_no_rows_make_no_microbatch_and_a_microbatch_is_a_pytree():
+    rollout = random_rollout()
+    assert packed(rollout, np.array([], int)) == []
+    m = packed(rollout, value=np.zeros(rollout.tokens.shape, np.float32))[0]
+    assert len(jax.tree.leaves(m)) == 7 and jax.tree.map(lambda x: x, m).shape == m.shape
