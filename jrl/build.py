@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jrl import platform
 from jrl.data import Prompt, PromptStream, distinct, encode, load_splits, overlap
+from jrl.errors import UserError
 from jrl.learner import Forward, Learner, make_optimizer
 from jrl.losses import policy_loss, value_loss
 from jrl.models import decoder
@@ -96,11 +97,19 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
 
 def make_layouts(config) -> dict[str, Layout]:
     """The four meshes; critic and reference take the learner's where theirs is all 0."""
-    layouts = {"learner": Layout.train(config.learner.mesh.to_dict()), "rollout": Layout.rollout(config.rollout.mesh.to_dict())}
+    layouts = {name: make_layout(config, name) for name in ("learner", "rollout")}
     for name in ("critic", "reference"):
-        sizes = config[name].mesh.to_dict()
-        layouts[name] = Layout.train(sizes) if any(sizes.values()) else layouts["learner"]
+        own = any(config[name].mesh.to_dict().values())
+        layouts[name] = make_layout(config, name) if own else layouts["learner"]
     return layouts
+
+
+def make_layout(config, section: str) -> Layout:
+    kind = Layout.rollout if section == "rollout" else Layout.train
+    try:
+        return kind(config[section].mesh.to_dict())
+    except UserError as error:
+        raise UserError(f"config.{section}.mesh: {error}") from None
 
 
 def compute_dtype(name: str) -> Any:

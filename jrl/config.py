@@ -309,6 +309,18 @@ def _explain(error: Exception, path: str) -> str:
     return f"{where}{type(error).__name__}: " + " ".join(str(error).split())[:300]
 
 
+def with_python_data(config: ConfigDict, train: bool, held_out: bool) -> ConfigDict:
+    """A copy for a run whose data are handed over in Python: the sources are called "python", reasoning-gym's keys fall away."""
+    config = ConfigDict(config).copy_and_resolve_references()
+    if train:
+        config.data.train, config.data.repeats = "python", False
+    if held_out:
+        config.data.eval = "python"
+    if not any(config.data[kind].startswith("reasoning_gym:") for kind in ("train", "eval")):
+        config.data.options = ConfigDict()
+    return config
+
+
 # Validation ----------------------------------------------------------------------------------------------------------
 
 

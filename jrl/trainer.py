@@ -43,6 +43,7 @@ class Trainer:
     """
 
     def __init__(self, config, *, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None):
+        config = config_lib.with_python_data(config, train_data is not None, eval_data is not None)
         config_lib.validate(config)
         self.config = config
         self.parts: Parts = build(config, reward, train_data, eval_data)

@@ -39,6 +39,17 @@ class Arch:
     qk_norm: bool
     max_position: int  # tokens
 
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_key_value_heads={self.num_kv_heads} does not divide num_attention_heads={self.num_heads}; "
+                "every KV head serves the same number of query heads"
+            )
+        if self.family != "qwen2" and self.qkv_bias != self.o_bias:
+            raise UserError(
+                f"qkv_bias={self.qkv_bias} with o_bias={self.o_bias}: {self.family} has one attention_bias for both"
+            )
+
     def num_params(self) -> int:
         """Weights, tied ones once."""
         d, f, q, kv = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -60,6 +71,10 @@ class Arch:
             raise UserError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; silu is")
         if config.get("use_sliding_window"):
             raise UserError("config.json: use_sliding_window=true is not supported; only full attention is")
+        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for key in needed:
+            if not config.get(key):
+                raise UserError(f"config.json: {key} is missing; a {family} model cannot be built without it")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         theta = config.get("rope_theta") or rope.get("rope_theta") or 10000.0
@@ -72,7 +87,7 @@ class Arch:
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
             rope_theta=float(theta),
             rope_scaling=_rope_scaling(rope),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),

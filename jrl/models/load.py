@@ -53,7 +53,7 @@ def load_model(path: str, layout: Any = None, seed: int = 0) -> LoadedModel:
     if path.startswith("random:"):
         arch, tokenizer = _random(path), byte_tokenizer()
         return LoadedModel(arch, init_params(arch, seed, layout), tokenizer, (tokenizer.eos_token_id,))
-    where = _locate(path)
+    where = locate(path)
     if where.suffix == ".gguf":
         tokenizer = gguf.tokenizer_from_gguf(str(where))
         return LoadedModel(gguf.arch_from_gguf(str(where)), gguf.load_gguf(str(where), layout), tokenizer, _eos_ids(tokenizer))
@@ -72,7 +72,7 @@ def read_arch(path: str) -> Arch:
         return _random(path)
     if path in KNOWN and not pathlib.Path(path).exists():
         return KNOWN[path]
-    where = _locate(path)
+    where = locate(path)
     return gguf.arch_from_gguf(str(where)) if where.suffix == ".gguf" else Arch.from_hf_config(hf.read_config(where))
 
 
@@ -83,7 +83,7 @@ def _random(path: str) -> Arch:
     return RANDOM[name]
 
 
-def _locate(path: str) -> pathlib.Path:
+def locate(path: str) -> pathlib.Path:
     """The directory or file on disk."""
     if path.startswith("pypi:"):
         package, _, file = path.removeprefix("pypi:").partition("/")

