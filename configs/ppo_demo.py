@@ -9,14 +9,14 @@ import runpy
 
 def get_config():
     c = runpy.run_path(str(pathlib.Path(__file__).with_name("demo.py")))["get_config"]()
-    c.steps = 40
+    c.steps = 30
     c.run_dir = "runs/ppo_demo"
     c.algorithm.name = "ppo"
     c.algorithm.lam = 0.95
     c.algorithm.minibatches = 2
-    c.critic.learning_rate = 3e-5
+    c.critic.learning_rate = 1e-4
     c.critic.beta2 = 0.95
     c.critic.weight_decay = 0.0
     c.critic.policy_delay_steps = 3
-    c.checkpoint.every_steps = 20
+    c.checkpoint.every_steps = 15
     return c
