@@ -12,7 +12,7 @@ import numpy as np  # noqa: E402
 from jrl import platform  # noqa: E402
 from jrl.build import compute_dtype  # noqa: E402
 from jrl.models.load import load_model  # noqa: E402
-from jrl.rollout.engine import Engine, EngineStats  # noqa: E402
+from jrl.rollout.engine import Engine  # noqa: E402
 from jrl.rollout.scheduler import Request  # noqa: E402
 from jrl.sharding.layout import Layout  # noqa: E402
 
@@ -27,12 +27,12 @@ def main() -> None:
         model.arch, layout, slots=min(-(-n // layout.batch_shards), 64), max_tokens=args.prompt_tokens + args.completion_tokens,
         eos_ids=model.eos_ids, dtype=dtype,
     )  # fmt: skip
-    engine.load(model.params, 0)
     texts = common.make_texts(model.tokenizer, args.prompts, args.prompt_tokens, args.text)
     prompts = [np.array(model.tokenizer.encode(t, add_special_tokens=False), np.int32) for t in texts]
     startup_s = time.perf_counter() - T0
 
     def run(step: int, tokens: int) -> float:
+        engine.load(model.params, step)  # as after an update: prompts cached under other weights are not found
         began = time.perf_counter()
         requests = [Request(p, args.group, tokens, 1.0, step * n + i * args.group, True) for i, p in enumerate(prompts)]
         done = engine.generate(requests)
@@ -41,7 +41,7 @@ def main() -> None:
 
     first = run(0, args.completion_tokens)
     run(1, 1)
-    engine.stats = EngineStats()
+    engine.reset_stats()
     full = [run(2 + i, args.completion_tokens) for i in range(args.steps)]
     stats = engine.stats
     one = [run(100 + i, 1) for i in range(args.steps)]

@@ -362,7 +362,7 @@ def _conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_coef", "has no effect with algorithm.kl_in=none; give kl_in=loss or reward, or kl_coef=0"
     if a.name == "ppo" and c.critic.policy_delay_steps >= c.steps:
         yield "critic.policy_delay_steps", f"the policy would never learn in steps={c.steps}; give less"
-    pages = -(-(d.max_prompt_tokens + r.max_new_tokens) // r.page_size) + 2  # a group's split page, the null page
+    pages = -(-(d.max_prompt_tokens + r.max_new_tokens - 1) // r.page_size) + 1  # the last token is never fed; the null page
     if 0 < r.num_pages < pages:
         yield (
             "rollout.num_pages",

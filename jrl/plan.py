@@ -304,10 +304,14 @@ def _programs(config, layouts: dict[str, Layout], batch: dict[str, int]) -> dict
         return _learner_shapes(batch, rows, layouts[name].batch_shards)
 
     programs: dict[str, list[tuple[int, ...]]] = {
-        "rollout.prefill (prompts, tokens)": [
+        "rollout.prefill (prompts, tokens; more where a pool is too small for all)": [
             (n, length) for length in lengths for n in _buckets(min(max(PREFILL_TOKENS // length, 1), batch["slots"]))
         ],
-        "rollout.decode (pages per sequence)": sorted({(min(n, width),) for n in _buckets(width)}),
+        "rollout.decode (a sequence's own pages, shared pages)": [
+            (own, shared)
+            for own in sorted({min(n, width) for n in _buckets(width)})
+            for shared in _buckets(max(prompt // page, 1))
+        ],
         "rollout.copy (pages)": [(n,) for n in _buckets(batch["slots"])],
         f"policy.update {axes}": passes("learner", batch["minibatch_sequences"]),
     }

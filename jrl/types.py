@@ -13,7 +13,7 @@ import numpy as np
 
 from jrl.shapes import LENGTH_STEP, bucket
 
-STOP_REASONS = ("eos", "length")
+STOP_REASONS = ("eos", "length", "stop", "aborted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Completion:
     logprobs: np.ndarray  # f32[C], log_softmax(logits / temperature) over the full vocabulary
     sampler_logprobs: np.ndarray  # f32[C], under the distribution really sampled
     versions: np.ndarray  # i32[C], which weights chose the token
-    stop_reason: str  # one of STOP_REASONS
+    stop_reason: str  # one of STOP_REASONS; empty while it is under way
+    best: tuple[np.ndarray, np.ndarray] | None = None  # i32[C, n] the likeliest tokens, f32[C, n] their logprobs
+    prompt_logprobs: np.ndarray | None = None  # f32[prompt], at temperature 1; NaN for the first token
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ program, so an update is passing another pytree. The host wakes once per `decode
 
 import dataclasses
 import time
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +14,24 @@ import numpy as np
 
 from jrl.models.arch import Arch
 from jrl.rollout import paged_attention as paged
-from jrl.rollout.programs import EngineShape, Slots, build
-from jrl.rollout.scheduler import Group, Request, Sample, Scheduler
+from jrl.rollout.paged_attention import Table
+from jrl.rollout.programs import Decoded, EngineShape, Prompts, Slots, build
+from jrl.rollout.scheduler import Counts, Group, Prefix, Request, Sample, Scheduler
+from jrl.rollout.slot_controls import SlotControls
+from jrl.rollout.tables import TableMaker
 from jrl.shapes import ProgramLog, bucket
 from jrl.types import Completion
 
-PREFILL_TOKENS = 4096  # padded prompt tokens of one prefill call, per replica
+PREFILL_TOKENS = 4096  # padded prompt tokens that are cached per replica between two calls of the decode loop
 
 
 @dataclasses.dataclass
-class EngineStats:
+class EngineStats(Counts):
     """Counts since the last reset."""
 
     decode_tokens: int = 0  # sampled tokens
     decode_steps: int = 0  # iterations of the decode loop, each over all slots
     prefill_tokens: int = 0  # prompt tokens computed, padding not counted
-    prompt_tokens: int = 0  # prompt tokens that a computation per sample would have cost
     seconds: float = 0.0
 
 
@@ -41,6 +44,7 @@ class Engine:
       max_tokens: prompt and response together, the most of one sequence.
       num_pages: pages of each replica's pool, 0 for as many as all slots can need at once.
       seed: of every sample's random numbers, together with `Request.first_id`.
+      decode_text: token ids to text, for stop strings; without it requests with such are refused.
     """
 
     def __init__(
@@ -56,18 +60,21 @@ class Engine:
         decode_chunk: int = 32,
         dtype=jnp.float32,
         seed: int = 0,
+        decode_text: Callable[[list[int]], str] | None = None,
     ):
-        self.arch, self.layout, self.num_slots = arch, layout, slots
+        self.arch, self.layout = arch, layout
         width = -(-max_tokens // page_size)
         # Each slot's own pages, a prompt being opened, and the null page.
         num_pages = num_pages or slots * width + width + 1
         self.replicas = layout.batch_shards
         self.shape = EngineShape(arch, num_pages, page_size, decode_chunk, tuple(eos_ids), dtype)
-        self.scheduler = Scheduler(self.replicas, slots, num_pages, page_size, max_tokens)
+        self.stats = EngineStats()
+        self.scheduler = Scheduler(self.replicas, slots, num_pages, page_size, max_tokens, decode_chunk, self.stats)
         self.programs, self.compiled = build(self.shape, layout), ProgramLog("rollout")
         self.key = jax.random.key(seed)
         self.params, self.version, self.tickets = None, -1, 0
-        self.stats = EngineStats()
+        self.tables = TableMaker()
+        self.controls = SlotControls(arch.vocab_size, (self.replicas, slots), layout, decode_text)
         zeros = lambda dtype: np.zeros((self.replicas, slots), dtype)  # noqa: E731
         self.slots = Slots(
             token=zeros(np.int32), lens=zeros(np.int32), remaining=zeros(np.int32), made=zeros(np.int32),
@@ -81,24 +88,40 @@ class Engine:
         make = jax.jit(lambda: {n: jnp.zeros(shape, self.shape.dtype) for n in ("k", "v")}, out_shardings=sharding)
         return make()
 
-    # The three verbs ---------------------------------------------------------------------------------------------
+    def reset_stats(self) -> None:
+        self.stats = self.scheduler.counts = EngineStats()
 
-    def load(self, params, version: int) -> None:
+    # The three verbs, and what servers need besides ------------------------------------------------------------------
+
+    def load(self, params, version: int, under_way: bool = False) -> None:
         """Serves `params` (on the rollout mesh) from the next token on; `None` drops the reference to the old ones.
 
-        Requires that nothing is under way: the cached keys of other weights are never continued.
+        Args:
+          under_way: allow it while sequences are under way. They go on: their cached keys stay those of the old weights,
+            and each token records the version that chose it.
         """
-        if not self.scheduler.idle:
+        if not self.idle and not under_way:
             raise RuntimeError("weights can be loaded only between generations: sequences are still under way")
         self.params, self.version = params, version
+        self.scheduler.new_weights(version)
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
 
     def submit(self, requests: list[Request]) -> list[int]:
-        """Queues requests; returns their tickets."""
-        tickets = []
-        for request in requests:
-            self.scheduler.submit(self.tickets, request)
-            tickets.append(self.tickets)
-            self.tickets += 1
+        """Queues requests; returns their tickets.
+
+        Raises:
+          UserError: a request that can never run; then none of them is queued.
+        """
+        for number, request in enumerate(requests, self.tickets):
+            self.scheduler.check_request(number, request)
+            self.controls.check_request(number, request)
+        tickets = list(range(self.tickets, self.tickets + len(requests)))
+        self.tickets += len(requests)
+        for ticket, request in zip(tickets, requests, strict=True):
+            self.scheduler.submit(ticket, request)
         return tickets
 
     def step(self) -> list[Completion]:
@@ -106,77 +129,117 @@ class Engine:
         if self.params is None:
             raise RuntimeError("no weights are loaded: call load(params, version) first")
         began = time.perf_counter()
-        prefills, copies, started = self.scheduler.admit()
-        self._prefill(prefills)
+        finished = self._expire()
+        self.scheduler.open()
+        self._prefill()
+        started, copies = self.scheduler.start()
         self._copy(copies)
         for replica, slot, sample in started:
             self._place(replica, slot, sample)
-        finished = self._decode() if (self.slots.remaining > 0).any() else []
+        for at in self.scheduler.grow():
+            self.slots.remaining[at] = 0
+        if (self.slots.remaining > 0).any():
+            finished += self._decode()
         self.scheduler.check()
         self.stats.seconds += time.perf_counter() - began
         return finished
 
     def generate(self, requests: list[Request], on_step=lambda engine: None) -> list[Completion]:
-        """All completions of the requests; `Completion.request` is the position in `requests`."""
+        """All completions of the requests; `Completion.request` is the position in `requests`.
+
+        They are, bit by bit, the same whatever was generated before: prompts cached by earlier calls are not used, as what is
+        read from the cache may differ in its last bits from what is computed with the rest of the prompt.
+        """
+        if self.idle:
+            self.scheduler.forget()
         tickets = {ticket: i for i, ticket in enumerate(self.submit(requests))}
         completions = []
-        while not self.scheduler.idle:
+        while not self.idle:
             completions += self.step()
             on_step(self)
         return [dataclasses.replace(c, request=tickets[c.request]) for c in completions]
 
-    def abort(self) -> None:
-        """Forgets everything under way and queued."""
-        self.scheduler.queue.clear()
-        for index, replica in enumerate(self.scheduler.replicas):
-            if replica.head is not None:
-                replica.pages.release(replica.head.prompt_pages)
-                replica.head = None
-            for slot, sample in enumerate(replica.slots):
-                if sample is not None:
-                    self.scheduler.finish(index, slot)
-        self.slots.remaining[:] = 0
+    def running(self) -> Iterator[Completion]:
+        """What every sample under way has so far; the stop reason is empty."""
+        return (sample.completion("") for sample in self.scheduler.samples())
+
+    def abort(self, tickets: Iterable[int] | None = None) -> list[Completion]:
+        """Ends the samples of some requests, of all by default; returns what there is of them."""
+        wanted = None if tickets is None else set(tickets)
+        return self._end(lambda group: wanted is None or group.ticket in wanted)
+
+    def _expire(self) -> list[Completion]:
+        if not self.scheduler.expired():
+            return []
+        now = time.monotonic()
+        return self._end(lambda group: group.deadline <= now)
+
+    def _end(self, wanted: Callable[[Group], bool]) -> list[Completion]:
+        ended = self.scheduler.remove(wanted)
+        for _, at in ended:
+            if at is not None:
+                self.slots.remaining[at] = 0
+        return [sample.completion("aborted") for sample, _ in ended]
 
     # Parts of a step ---------------------------------------------------------------------------------------------
 
     def _rows(self, x: np.ndarray) -> jax.Array:
         return jax.device_put(x, self.layout.sharding(("batch",)))
 
-    def _prefill(self, prefills: list[tuple[int, Group]]) -> None:
-        """Prefills prompts, shortest first so that a call's padding is small, as many a call as PREFILL_TOKENS allow."""
-        page = self.shape.page_size
-        by_replica: list[list[Group]] = [[] for _ in range(self.replicas)]
-        for index, group in prefills:
-            cached = len(group.request.tokens) - 1
-            self.stats.prefill_tokens += cached
-            self.stats.prompt_tokens += cached * group.request.samples
-            if cached:
-                by_replica[index].append(group)
-        for groups in by_replica:
-            groups.sort(key=lambda g: len(g.request.tokens))
-        while any(by_replica):
-            longest = max(len(groups[0].request.tokens) for groups in by_replica if groups)
-            fit = max(PREFILL_TOKENS // bucket(longest, page), 1)
-            batch = [groups[:fit] for groups in by_replica]
-            longest = max(len(g.request.tokens) - 1 for groups in batch for g in groups)
-            length = -(-bucket(longest, page) // page) * page
-            fit = max(PREFILL_TOKENS // length, 1)
-            batch = [groups[:fit] for groups in by_replica]
-            by_replica = [groups[fit:] for groups in by_replica]
-            self._prefill_call(batch, bucket(max(map(len, batch))), length)
+    def _prefill(self) -> None:
+        """Caches the next part of the open prompts; shortest first, so that a call's padding is small."""
+        work: list[list[tuple[Prefix, int]]] = [[] for _ in range(self.replicas)]
+        for index, prefix, count in self.scheduler.chunks(PREFILL_TOKENS):
+            work[index].append((prefix, count))
+            self.stats.prefill_tokens += count
+        for chunks in work:
+            chunks.sort(key=lambda chunk: (chunk[0].cached > 0, chunk[0].scored, chunk[1]))
+        while any(work):
+            kind = self._kind(next(chunks[0] for chunks in work if chunks))
+            batch = [self._fitting([c for c in chunks if self._kind(c) == kind]) for chunks in work]
+            work = [[c for c in chunks if c not in taken] for chunks, taken in zip(work, batch, strict=True)]
+            self._prefill_call(batch)
 
-    def _prefill_call(self, batch: list[list[Group]], prompts: int, length: int) -> None:
+    @staticmethod
+    def _kind(chunk: tuple[Prefix, int]) -> tuple[bool, bool]:
+        """What cannot share a call: a program either reads pages cached before or not, and gives logprobs or not."""
+        return chunk[0].cached > 0, chunk[0].scored
+
+    def _padded(self, tokens: int) -> int:
         page = self.shape.page_size
-        tokens = np.zeros((self.replicas, prompts, length), np.int32)
-        lens = np.zeros((self.replicas, prompts), np.int32)
-        table = np.zeros((self.replicas, prompts, length // page), np.int32)
-        for r, groups in enumerate(batch):
-            for p, group in enumerate(groups):
-                n = len(group.request.tokens) - 1
-                tokens[r, p, :n], lens[r, p] = group.request.tokens[:-1], n
-                table[r, p, : len(group.prompt_pages)] = group.prompt_pages
-        self.compiled.note("prefill", prompts, length)
-        self.pool = self.programs.prefill(self.params, self.pool, *map(self._rows, (tokens, lens, table)))
+        return -(-bucket(tokens, page) // page) * page
+
+    def _fitting(self, chunks: list[tuple[Prefix, int]]) -> list[tuple[Prefix, int]]:
+        """The first ones, as many as PREFILL_TOKENS allow with every one padded to the longest of them."""
+        return [c for i, c in enumerate(chunks) if i == 0 or (i + 1) * self._padded(c[1]) <= PREFILL_TOKENS]
+
+    def _prefill_call(self, batch: list[list[tuple[Prefix, int]]]) -> None:
+        page = self.shape.page_size
+        chunks = [(r, p, *chunk) for r, of_replica in enumerate(batch) for p, chunk in enumerate(of_replica)]
+        length = self._padded(max(count for *_, count in chunks))
+        most = bucket(max(map(len, batch)))
+        before = max(prefix.cached for _, _, prefix, _ in chunks) // page
+        before = bucket(before) if before else 0
+        zeros = lambda *shape: np.zeros((self.replicas, most, *shape), np.int32)  # noqa: E731
+        prompts = Prompts(zeros(length), zeros(length), zeros(), zeros(), zeros(length // page), zeros(before))
+        for r, p, prefix, count in chunks:
+            begin, end, done = prefix.cached, prefix.cached + count, prefix.cached // page
+            prompts.tokens[r, p, :count] = prefix.tokens[begin:end]
+            prompts.start[r, p], prompts.lens[r, p] = begin, count
+            pages = prefix.pages[done : -(-end // page)]
+            prompts.table[r, p, : len(pages)] = pages
+            prompts.prior[r, p, :done] = prefix.pages[:done]
+            if prefix.scored:
+                prompts.targets[r, p, :count] = prefix.group.request.tokens[begin + 1 : end + 1]
+        score = chunks[0][2].scored
+        self.compiled.note("prefill", score, most, length, before)
+        self.pool, logprobs = self.programs.prefill(score, self.params, self.pool, Prompts(*map(self._rows, prompts)))
+        logprobs = jax.device_get(logprobs) if score else None
+        for r, p, prefix, count in chunks:
+            if prefix.group.prompt_logprobs is not None and logprobs is not None:
+                prefix.group.prompt_logprobs[prefix.cached + 1 : prefix.cached + 1 + count] = logprobs[r, p, :count]
+            prefix.cached += count
+            self.scheduler.computed(r, prefix)
 
     def _copy(self, copies: list[tuple[int, int, int]]) -> None:
         if not copies:
@@ -192,52 +255,47 @@ class Engine:
 
     def _place(self, replica: int, slot: int, sample: Sample) -> None:
         request, s, at = sample.group.request, self.slots, (replica, slot)
-        s.token[at], s.lens[at] = request.tokens[-1], len(request.tokens) - 1
-        s.remaining[at], s.made[at] = request.max_new_tokens, 0
+        s.token[at] = sample.tokens[-1] if sample.tokens else request.tokens[-1]
+        s.lens[at], s.remaining[at], s.made[at] = sample.cached, sample.remaining, len(sample.tokens)
         s.request[at], s.temperature[at] = (request.first_id + sample.index) & 0xFFFFFFFF, request.temperature
         s.ignore_eos[at] = request.ignore_eos
+        self.controls.place(at, sample)
 
     def _decode(self) -> list[Completion]:
         busy = self.slots.remaining > 0
-        longest = int((self.slots.lens + np.minimum(self.slots.remaining, self.shape.decode_chunk))[busy].max())
-        full = self.scheduler.replicas[0].table.shape[1]
-        width = min(bucket(-(-longest // self.shape.page_size)), full)
-        table = np.stack([r.table[:, :width] for r in self.scheduler.replicas])
+        table = self.tables.make(self.scheduler.replicas)
         # With samples waiting, an eighth of the slots falling idle is worth a trip to the host.
         leave_at = int(busy.sum()) - max(int(busy.sum()) // 8, 1) if self.scheduler.pending else 0
-        self.compiled.note("decode", width)
+        best, controls = self.controls.current(busy)
+        self.compiled.note("decode", *(x.shape[1:] for x in table), best, controls is not None)
         slots = Slots(*map(self._rows, self.slots))
-        self.pool, *out = self.programs.decode(
-            self.params, self.pool, self._rows(table), slots, self.key, np.int32(leave_at)
+        self.pool, slots, controls, out = self.programs.decode(
+            best, self.params, self.pool, Table(*map(self._rows, table)), slots, controls, self.key, np.int32(leave_at)
         )
-        after, tokens, logprobs = jax.device_get(out)
+        self.controls.update(controls)
+        after, out = jax.device_get((slots, out))
         made = after.made - self.slots.made
         self.slots = Slots(*(np.array(x) for x in after))  # writable copies
         self.stats.decode_tokens += int(made.sum())
         self.stats.decode_steps += int(made.max())
-        finished = []
-        for replica, slot in zip(*np.nonzero(busy), strict=True):
-            count = made[replica, slot]
-            sample = self.scheduler.replicas[replica].slots[slot]
-            sample.tokens.append(tokens[replica, slot, :count])
-            sample.logprobs.append(logprobs[replica, slot, :count])
-            sample.versions += [self.version] * int(count)
-            if self.slots.remaining[replica, slot] == 0:
-                finished.append(self._completion(sample))
-                self.scheduler.finish(replica, slot)
-        return finished
+        return [c for at in zip(*np.nonzero(busy), strict=True) if (c := self._advance(at, int(made[at]), out)) is not None]
 
-    def _completion(self, sample: Sample) -> Completion:
-        request = sample.group.request
-        tokens, logprobs = np.concatenate(sample.tokens), np.concatenate(sample.logprobs)
-        ended = not request.ignore_eos and int(tokens[-1]) in self.shape.eos_ids
-        return Completion(
-            request=sample.group.ticket,
-            sample=sample.index,
-            tokens=tokens,
-            logprobs=logprobs,
-            # Without truncation the sampled distribution is the full one; greedy choice is certain.
-            sampler_logprobs=logprobs.copy() if request.temperature > 0 else np.zeros_like(logprobs),
-            versions=np.array(sample.versions, np.int32),
-            stop_reason="eos" if ended else "length",
-        )
+    def _advance(self, at: tuple[int, int], count: int, out: Decoded) -> Completion | None:
+        """Takes over what a slot has sampled; its completion if that is its end."""
+        sample = self.scheduler.replicas[at[0]].slots[at[1]]
+        assert sample is not None
+        stopped = self.controls.stopped(at, out.tokens[at][:count].tolist())
+        count = count if stopped is None else stopped
+        sample.extend(Decoded(*(x[at][:count] for x in out)), self.version)
+        ended = stopped is not None or self.slots.remaining[at] == 0
+        if not ended:
+            return None
+        self.slots.remaining[at] = 0
+        self.scheduler.finish(*at)
+        return sample.completion("stop" if stopped is not None else self._stop_reason(sample))
+
+    def _stop_reason(self, sample: Sample) -> str:
+        request, last = sample.group.request, sample.tokens[-1]
+        if last in request.sampling.stop_ids:
+            return "stop"
+        return "eos" if not request.ignore_eos and last in self.shape.eos_ids else "length"

@@ -5,6 +5,8 @@ rides in the carry of the scan over layers and is updated in place. Letters as i
 B slots of a replica, W pages of a slot's table.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -18,20 +20,47 @@ def pool_shape(arch: Arch, replicas: int, num_pages: int, page_size: int) -> tup
     return (replicas, arch.num_layers * num_pages, page_size, arch.num_kv_heads, arch.head_dim)
 
 
-def decode_attend(table: jax.Array, lens: jax.Array, num_pages: int, page_size: int):
+class Table(NamedTuple):
+    """Where the slots' tokens lie. Samples of one prompt share its full pages, and read them together, once for all.
+
+    Unused entries of the arrays of pages are 0.
+    """
+
+    own: Any  # i32[R, B, W], each slot's pages after those it shares
+    skip: Any  # i32[R, B], how many pages it shares
+    shared: Any  # i32[R, P, S], pages of the prefixes that several slots have in common; P is 0 where there are none
+    members: Any  # i32[R, P, M], the slots that do, any slot where there are fewer than M
+    place: Any  # i32[R, B], p * M + m of each slot that is a member; P * M of the others
+
+
+def _partial(scores: jax.Array, visible: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Softmax over some of the keys: weights relative to the largest score, that score, and their sum."""
+    scores = jnp.where(visible, scores, NEG_INF)
+    top = jnp.max(scores, axis=axis, keepdims=True)
+    weights = jnp.where(visible, jnp.exp(scores - top), 0.0)
+    return weights, jnp.squeeze(top, axis), jnp.sum(weights, axis=axis)
+
+
+def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int):
     """Attention of one new token per slot.
 
     Args:
-      table: i32[R, B, W] page ids, 0 beyond a slot's last page.
       lens: i32[R, B] tokens already in the cache; the new one is written at this position.
+      active: bool[R, B]; idle slots write to the null page.
 
-    The values are weighted by a fused multiply and sum rather than a batched matmul: with one query a slot the work is
-    reading them once, and on CPU so thin a matmul takes longer.
+    A slot's own values are weighted by a fused multiply and sum rather than a batched matmul: with one query a slot the work
+    is reading them once, and on CPU so thin a matmul takes longer. A shared prefix has many queries, and is two matmuls.
     """
-    replicas, slots, width = table.shape
-    page = jnp.take_along_axis(table, (lens // page_size)[..., None], axis=-1)[..., 0]  # [R, B]
+    replicas, slots, width = table.own.shape
+    own = jnp.where(active[..., None], table.own, 0)
+    first = table.skip * page_size  # position of a slot's first own token
+    column = jnp.clip(lens // page_size - table.skip, 0, width - 1)  # beyond it only where a slot is idle
+    page = jnp.take_along_axis(own, column[..., None], axis=-1)[..., 0]  # [R, B]
     offset = lens % page_size
-    visible = jnp.arange(width * page_size) <= lens[..., None]  # [R, B, S]
+    visible = (first[..., None] + jnp.arange(width * page_size) <= lens[..., None])[..., None, None]  # [R, B, s, 1, 1]
+    prefixes, shared_width = table.shared.shape[1:]
+    common = jnp.take_along_axis(table.skip, table.members[..., 0], axis=1) * page_size  # [R, P] tokens of each prefix
+    known = (jnp.arange(shared_width * page_size) < common[..., None])[:, :, None, None, None]  # [R, P, 1, 1, 1, t]
 
     def attend(layer, q, k, v, pool):
         write = jax.vmap(lambda rows, row, off, new: rows.at[row, off].set(new.astype(rows.dtype)))
@@ -39,36 +68,63 @@ def decode_attend(table: jax.Array, lens: jax.Array, num_pages: int, page_size: 
         base = layer * num_pages
         pool = {"k": write(pool["k"], base + page, offset, k), "v": write(pool["v"], base + page, offset, v)}
         kv_heads, size = k.shape[-2:]
-        shape = (replicas, slots, width * page_size, kv_heads, size)  # [R, B, S, J, K]
-        keys, values = (read(pool[name], base + table).reshape(shape) for name in ("k", "v"))
         q = q.reshape(replicas, slots, kv_heads, -1, size) * size**-0.5  # [R, B, J, G, K]
+
+        shape = (replicas, slots, width * page_size, kv_heads, size)  # [R, B, s, J, K]
+        keys, values = (read(pool[name], base + own).reshape(shape) for name in ("k", "v"))
         scores = jnp.einsum("rbjgk,rbsjk->rbsjg", q, keys, preferred_element_type=jnp.float32)
-        weights = jax.nn.softmax(jnp.where(visible[..., None, None], scores, NEG_INF), axis=2)
+        weights, top, total = _partial(scores, visible, axis=2)
         out = jnp.sum(weights[..., None] * values[:, :, :, :, None], axis=2)  # [R, B, J, G, K]
-        return out.reshape(replicas, slots, -1, size).astype(k.dtype), pool
+        if prefixes:
+            shape = (replicas, prefixes, shared_width * page_size, kv_heads, size)  # [R, P, t, J, K]
+            keys, values = (read(pool[name], base + table.shared).reshape(shape) for name in ("k", "v"))
+            scores = jnp.einsum("rpmjgk,rptjk->rpjmgt", read(q, table.members), keys, preferred_element_type=jnp.float32)
+            w, t, z = _partial(scores, known, axis=5)
+            o = jnp.einsum("rpjmgt,rptjk->rpmjgk", w.astype(values.dtype), values, preferred_element_type=jnp.float32)
+            back = lambda x, none: _to_slots(x, table.place, none)  # noqa: E731
+            t, z, o = back(jnp.moveaxis(t, 2, 3), NEG_INF), back(jnp.moveaxis(z, 2, 3), 0.0), back(o, 0.0)
+            most = jnp.maximum(top, t)
+            a, b = jnp.exp(top - most), jnp.exp(t - most)
+            total, out = total * a + z * b, out * a[..., None] + o * b[..., None]
+        return (out / total[..., None]).reshape(replicas, slots, -1, size).astype(k.dtype), pool
 
     return attend
 
 
-def prefill_attend(table: jax.Array, lens: jax.Array, length: int, num_pages: int, page_size: int):
-    """Causal attention within prompts, whose keys and values are written to pages.
+def _to_slots(x: jax.Array, place: jax.Array, none: float) -> jax.Array:
+    """[R, P, M, ...] to [R, B, ...]: the row of each slot, `none` for a slot that has no place."""
+    flat = x.reshape(x.shape[0], -1, *x.shape[3:])
+    padded = jnp.pad(flat, [(0, 0), (0, 1)] + [(0, 0)] * (flat.ndim - 2), constant_values=none)
+    return jax.vmap(lambda rows, index: rows[index])(padded, place)
+
+
+def prefill_attend(table: jax.Array, prior: jax.Array, start: jax.Array, lens: jax.Array, num_pages: int, page_size: int):
+    """Causal attention of the next tokens of prompts, whose keys and values are written to pages, over what is cached before.
 
     Args:
-      table: i32[R, P, length / page_size] page ids, 0 where a prompt has no page.
-      lens: i32[R, P] tokens of each prompt; what lies beyond is written, to the end of the prompt's last page or to
+      table: i32[R, P, t / page_size] pages of the new tokens, 0 where a prompt has none.
+      prior: i32[R, P, W] pages before them; W is 0 where no prompt has any.
+      start: i32[R, P] tokens cached before, whole pages.
+      lens: i32[R, P] new tokens of each prompt; what lies beyond is written, to the end of the prompt's last page or to
         the null page, and never read before it is overwritten.
     """
     replicas, prompts, width = table.shape
+    length = width * page_size
     mask = causal_mask(lens, length)  # [R, P, t, t]
+    seen = jnp.arange(prior.shape[-1] * page_size) < start[..., None, None]  # [R, P, 1, S]
 
     def attend(layer, q, k, v, pool):
         split = lambda x: x.reshape(replicas, prompts, length, *x.shape[-2:])  # noqa: E731
         write = jax.vmap(lambda rows, row, new: rows.at[row].set(new.astype(rows.dtype)))
+        read = jax.vmap(lambda rows, index: rows[index])
         pages = lambda x: x.reshape(replicas, prompts, width, page_size, *x.shape[-2:])  # noqa: E731
-        rows = layer * num_pages + table
-        pool = {"k": write(pool["k"], rows, pages(k)), "v": write(pool["v"], rows, pages(v))}
-        out = attention(split(q), [(split(k), split(v), mask)])
-        return out.reshape(q.shape), pool
+        base = layer * num_pages
+        pool = {"k": write(pool["k"], base + table, pages(k)), "v": write(pool["v"], base + table, pages(v))}
+        blocks = [(split(k), split(v), mask)]
+        if prior.shape[-1]:
+            cached = (read(pool[n], base + prior).reshape(replicas, prompts, -1, *k.shape[-2:]) for n in ("k", "v"))
+            blocks.append((*cached, seen))
+        return attention(split(q), blocks).reshape(q.shape), pool
 
     return attend
 

@@ -1,4 +1,4 @@
-"""The engine's three compiled programs: prefill, the decode loop, and the copy of shared pages.
+"""The engine's compiled programs: prefill, the decode loop, and the copy of shared pages.
 
 Each takes the pool donated and gives it back, updated in place. Sizes are static per call and bucketed by the caller.
 """
@@ -11,8 +11,11 @@ import jax.numpy as jnp
 
 from jrl.models import decoder
 from jrl.models.arch import Arch
+from jrl.models.responses import token_logprobs
 from jrl.rollout import paged_attention as paged
-from jrl.rollout.sampler import sample, uniforms
+from jrl.rollout.sampler import Controls, best_logprobs, sample, sample_controlled, uniforms
+
+LOGIT_CHUNK = 256  # prompt tokens whose logits exist at once
 
 
 class Slots(NamedTuple):
@@ -27,6 +30,27 @@ class Slots(NamedTuple):
     ignore_eos: Any  # bool
 
 
+class Prompts(NamedTuple):
+    """Chunks of prompts to be cached, P of each replica."""
+
+    tokens: Any  # i32[R, P, t]
+    targets: Any  # i32[R, P, t], the token after each; read where prompt logprobs are asked for
+    start: Any  # i32[R, P], tokens cached before
+    lens: Any  # i32[R, P], new ones
+    table: Any  # i32[R, P, t / page_size]
+    prior: Any  # i32[R, P, W], pages cached before
+
+
+class Decoded(NamedTuple):
+    """What a call of the decode loop has sampled, [R, B, n]; what lies beyond a slot's own progress is 0."""
+
+    tokens: Any  # i32
+    logprobs: Any  # f32, of the whole distribution at the slot's temperature
+    sampler_logprobs: Any  # f32, of the distribution that was sampled
+    best_tokens: Any  # i32[R, B, n, best]
+    best_logprobs: Any  # f32[R, B, n, best]
+
+
 class EngineShape(NamedTuple):
     """What is fixed for an engine's life."""
 
@@ -38,26 +62,37 @@ class EngineShape(NamedTuple):
     dtype: Any
 
 
-def prefill(shape: EngineShape, constrain, params, pool, tokens, lens, table):
-    """Runs prompts i32[R, P, t] and writes their keys and values to `table`'s pages; the output is the pool."""
-    replicas, prompts, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    attend = paged.prefill_attend(table, lens, length, shape.num_pages, shape.page_size)
-    flat = (replicas, prompts * length)
-    _, pool = decoder.forward(
-        shape.arch, params, tokens.reshape(flat), positions.reshape(flat), attend, pool, dtype=shape.dtype, constrain=constrain
-    )
-    return pool
+def prefill(shape: EngineShape, constrain, score: bool, params, pool, prompts: Prompts):
+    """Runs prompts and writes their keys and values to their pages.
+
+    Returns:
+      the pool, and where `score` the logprobs f32[R, P, t] of `targets`, at temperature 1, otherwise None.
+    """
+    replicas, count, length = prompts.tokens.shape
+    positions = prompts.start[..., None] + jnp.arange(length)
+    attend = paged.prefill_attend(prompts.table, prompts.prior, prompts.start, prompts.lens, shape.num_pages, shape.page_size)
+    flat = (replicas, count * length)
+    hidden, pool = decoder.forward(
+        shape.arch, params, prompts.tokens.reshape(flat), positions.reshape(flat), attend, pool, dtype=shape.dtype,
+        constrain=constrain,
+    )  # fmt: skip
+    if not score:
+        return pool, None
+    hidden = hidden.reshape(*prompts.tokens.shape, -1)
+    return pool, token_logprobs(shape.arch, params, hidden, prompts.targets, 1.0, LOGIT_CHUNK, constrain)[0]
 
 
-def decode(shape: EngineShape, constrain, params, pool, table, slots: Slots, key, leave_at):
+def decode(shape: EngineShape, constrain, best: int, params, pool, table, slots: Slots, controls: Controls | None, key, leave_at):
     """Decodes up to `decode_chunk` tokens in every busy slot, without the host.
 
     Leaves early when at most `leave_at` slots are still busy, so that others can move in.
 
+    Args:
+      best: how many of the likeliest tokens to report besides.
+      controls: of the slots' distributions; None where nobody asks for any.
+
     Returns:
-      pool, slots as they stand, tokens i32[R, B, n], logprobs f32[R, B, n]; what lies beyond a slot's own progress
-      (the growth of `made`) is 0.
+      pool, slots and controls as they stand, `Decoded`.
     """
     n = shape.decode_chunk
     eos = jnp.asarray(shape.eos_ids, jnp.int32)
@@ -68,36 +103,49 @@ def decode(shape: EngineShape, constrain, params, pool, table, slots: Slots, key
         return (i < n) & (left > 0) & ((left > leave_at) | (i == 0))
 
     def one_token(carry):
-        i, pool, s, tokens, logprobs = carry
+        i, pool, s, controls, out = carry
         active = s.remaining > 0
-        attend = paged.decode_attend(jnp.where(active[..., None], table, 0), s.lens, shape.num_pages, shape.page_size)
+        attend = paged.decode_attend(table, s.lens, active, shape.num_pages, shape.page_size)
         hidden, pool = decoder.forward(
             shape.arch, params, s.token, s.lens, attend, pool, dtype=shape.dtype, constrain=constrain
         )
         logits = constrain(decoder.logits(shape.arch, params, hidden), ("batch", "slots", "act_vocab"))
-        token, logprob = sample(logits, s.temperature, uniforms(key, s.request, s.made))
+        uniform = uniforms(key, s.request, s.made)
+        if controls is None:
+            token, logprob = sample(logits, s.temperature, uniform)
+            # Without truncation the sampled distribution is the full one; greedy choice is certain.
+            sampler_logprob = jnp.where(s.temperature > 0, logprob, 0.0)
+        else:
+            token, logprob, sampler_logprob, controls = sample_controlled(
+                logits, s.temperature, uniform, s.made, eos, s.ignore_eos, controls
+            )
+        chosen = (token, logprob, sampler_logprob) + (best_logprobs(logits, s.temperature, best) if best else ())
+        out = Decoded(*(
+            old.at[:, :, i].set(jnp.where(active.reshape(active.shape + (1,) * (new.ndim - 2)), new, 0))
+            for old, new in zip(out, chosen, strict=False)
+        ), *out[len(chosen):])  # fmt: skip
         step = active.astype(jnp.int32)
         ended = jnp.any(token[..., None] == eos, axis=-1) & ~s.ignore_eos
-        tokens = tokens.at[..., i].set(jnp.where(active, token, 0))
-        logprobs = logprobs.at[..., i].set(jnp.where(active, logprob, 0.0))
+        if controls is not None:
+            ended |= jnp.any(token[..., None] == controls.stops, axis=-1)
         s = s._replace(
             token=jnp.where(active, token, s.token),
             lens=s.lens + step,
             made=s.made + step,
             remaining=jnp.where(ended, 0, s.remaining - step),
         )
-        return i + 1, pool, s, tokens, logprobs
+        return i + 1, pool, s, controls, out
 
-    empty = jnp.zeros((*slots.token.shape, n))
-    start = (jnp.int32(0), pool, slots, empty.astype(jnp.int32), empty.astype(jnp.float32))
-    _, pool, slots, tokens, logprobs = jax.lax.while_loop(busy, one_token, start)
-    return pool, slots, tokens, logprobs
+    made = lambda dtype, *more: jnp.zeros((*slots.token.shape, n, *more), dtype)  # noqa: E731
+    out = Decoded(made(jnp.int32), made(jnp.float32), made(jnp.float32), made(jnp.int32, best), made(jnp.float32, best))
+    _, *result = jax.lax.while_loop(busy, one_token, (jnp.int32(0), pool, slots, controls, out))
+    return tuple(result)
 
 
 class Programs(NamedTuple):
-    prefill: Any
-    decode: Any
-    copy: Any
+    prefill: Any  # (score, params, pool, prompts)
+    decode: Any  # (best, params, pool, table, slots, controls, key, leave_at)
+    copy: Any  # (pool, source, target)
 
 
 def build(shape: EngineShape, layout) -> Programs:
@@ -105,15 +153,17 @@ def build(shape: EngineShape, layout) -> Programs:
     pool_sharding = layout.sharding(paged.POOL_AXES)
     pools = {"k": pool_sharding, "v": pool_sharding}
     rows = layout.sharding(("batch",))
-    slots = Slots(*[rows] * len(Slots._fields))
 
     def copy(pool, source, target):
         return paged.copy_pages(pool, source, target, shape.arch.num_layers, shape.num_pages)
 
     return Programs(
-        prefill=jax.jit(functools.partial(prefill, shape, layout.constrain), donate_argnums=1, out_shardings=pools),
-        decode=jax.jit(
-            functools.partial(decode, shape, layout.constrain), donate_argnums=1, out_shardings=(pools, slots, rows, rows)
+        prefill=jax.jit(
+            functools.partial(prefill, shape, layout.constrain), static_argnums=0, donate_argnums=2, out_shardings=(pools, rows)
         ),
+        decode=jax.jit(
+            functools.partial(decode, shape, layout.constrain), static_argnums=0, donate_argnums=(2, 5),
+            out_shardings=(pools, rows, rows, rows),
+        ),  # fmt: skip
         copy=jax.jit(copy, donate_argnums=0, out_shardings=pools),
     )

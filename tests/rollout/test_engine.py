@@ -8,6 +8,8 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.rollout import engine as engine_module
+from jrl.rollout.paged_attention import Table
+from jrl.rollout.programs import Prompts
 from jrl.rollout.sampler import uniforms
 from jrl.rollout.scheduler import Request
 from jrl.sharding.layout import Layout
@@ -138,12 +140,14 @@ def test_prefill_in_several_calls_is_the_same(engine, monkeypatch):
     asked = [Request(prompt(n), 1, 6, 0.7, 10 * n) for n in (2 * PAGE + 1, 2 * PAGE + 2, 2 * PAGE + 3)]  # all move in at once
     whole = engine.generate(asked)
     calls, call = [], engine._prefill_call
-    monkeypatch.setattr(engine, "_prefill_call", lambda batch, *size: (calls.append(size), call(batch, *size)))
+    monkeypatch.setattr(engine, "_prefill_call", lambda batch: (calls.append(batch), call(batch)))
+    engine.load(engine.params, engine.version)  # forgets the cached prompts
     engine.generate(asked)
     assert len(calls) == 1
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 2 * PAGE)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", PAGE)
+    engine.load(engine.params, engine.version)
     assert_same(engine.generate(asked), whole)
-    assert len(calls) == 1 + 3
+    assert len(calls) == 1 + 2 + 3 + 3  # 16, 17 and 18 tokens, at most 8 at a time
 
 
 def test_a_scarce_pool_makes_groups_wait_and_loses_nothing(engine):
@@ -152,10 +156,10 @@ def test_a_scarce_pool_makes_groups_wait_and_loses_nothing(engine):
 
     def watch(engine):
         used.append(pages.used)
-        assert pages.free + pages.used == 9
+        assert pages.free + pages.used + pages.cached == 9
 
     assert_same(scarce.generate(mixed(), on_step=watch), engine.generate(mixed()))
-    assert max(used) > 5 and pages.used == 0 and pages.free == 9
+    assert max(used) > 5 and pages.used == 0 and scarce.stats.preemptions > 0
 
 
 def test_weights_are_loaded_only_between_generations(engine):
@@ -187,10 +191,10 @@ def test_abort_forgets_everything_and_leaks_no_page(engine):
         engine.submit(mixed())
         for _ in range(steps):
             engine.step()
-        assert not engine.scheduler.idle
+        assert not engine.idle
         engine.abort()
         pages = engine.scheduler.replicas[0].pages
-        assert engine.scheduler.idle and pages.used == 0 and pages.free == pages.num_pages - 1
+        assert engine.idle and pages.used == 0 and pages.available == pages.num_pages - 1
     assert_same(engine.generate(mixed()), want)
 
 
@@ -199,7 +203,7 @@ def test_tickets_and_steps_are_what_generate_loops_over(engine):
     first = engine.submit(mixed()[:2])
     done = engine.step()
     rest = engine.submit(mixed()[2:])  # moves in while the first are under way
-    while not engine.scheduler.idle:
+    while not engine.idle:
         done += engine.step()
     place = {ticket: i for i, ticket in enumerate(first + rest)}
     assert len(place) == len(mixed())
@@ -221,19 +225,20 @@ def test_a_second_identical_generation_compiles_nothing(engine):
 
 def test_counts(engine):
     asked = mixed()
-    engine.stats = engine_module.EngineStats()
+    engine.load(engine.params, engine.version)
+    engine.reset_stats()
     completions = engine.generate(asked)
     stats = engine.stats
     assert stats.decode_tokens == sum(len(c.tokens) for c in completions)
     assert stats.prefill_tokens == sum(len(r.tokens) - 1 for r in asked)  # once for each prompt
-    assert stats.prompt_tokens == sum((len(r.tokens) - 1) * r.samples for r in asked)
+    assert stats.hit_tokens == 0 and stats.prompt_tokens == sum((len(r.tokens) - 1) * r.samples for r in asked)
     assert stats.decode_tokens / 4 <= stats.decode_steps < stats.decode_tokens and stats.seconds > 0
 
 
 @pytest.mark.parametrize(("waiting", "steps"), [(0, 5), (1, 2)])
 def test_a_chunk_ends_early_when_a_slot_falls_idle_and_samples_wait(engine, waiting, steps):
     asked = [Request(prompt(3), 1, 2, 1.0, 0, True), Request(prompt(3), 3 + waiting, 20, 1.0, 9, True)]
-    engine.stats = engine_module.EngineStats()
+    engine.reset_stats()
     engine.submit(asked)
     engine.step()
     assert engine.stats.decode_steps == steps
@@ -246,22 +251,24 @@ def test_the_longest_sequence_fits_and_a_longer_one_is_refused(engine, params):
     assert [len(c.tokens) for c in completions] == [20, 20] and surprises(params, full, completions) == 0
     with pytest.raises(UserError, match="64 tokens"):
         engine.generate([dataclasses.replace(full[0], max_new_tokens=21)])
-    assert engine.scheduler.idle
+    assert engine.idle
 
 
 @pytest.mark.parametrize("name", ["prefill", "copy", "decode"])
 def test_every_program_updates_the_pool_in_place(name):
     engine = make_engine(num_pages=400)
     rows = lambda *shape: np.zeros((1, *shape), np.int32)  # noqa: E731
+    table = Table(rows(4, 8), rows(4), rows(2, 2), rows(2, 4), rows(4))
+    prompts = Prompts(rows(2, 16), rows(2, 16), rows(2), rows(2), rows(2, 2), rows(2, 1))
     arguments = {
-        "prefill": (engine.params, engine.pool, rows(2, 16), rows(2), rows(2, 2)),
+        "prefill": (False, engine.params, engine.pool, prompts),
         "copy": (engine.pool, rows(2), rows(2)),
-        "decode": (engine.params, engine.pool, rows(4, 8), engine.slots, engine.key, np.int32(0)),
+        "decode": (0, engine.params, engine.pool, table, engine.slots, None, engine.key, np.int32(0)),
     }[name]
     program, pool = getattr(engine.programs, name), sum(x.nbytes for x in engine.pool.values())
     memory = program.lower(*arguments).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool and memory.temp_size_in_bytes < pool / 2
-    kept = jax.jit(program.__wrapped__).lower(*arguments).compile().memory_analysis()
+    kept = jax.jit(program.__wrapped__, static_argnums=() if name == "copy" else 0).lower(*arguments).compile().memory_analysis()
     assert kept.alias_size_in_bytes == 0  # what it looks like when the pool is not donated
     old = engine.pool["k"]
     program(*arguments)

@@ -33,7 +33,7 @@ def test_a_pool_needs_a_page_beside_the_null_page(num_pages):
 def test_misuse_raises_and_changes_nothing():
     pages = PageAllocator(4)
     first = pages.allocate(1)
-    with pytest.raises(RuntimeError, match="asked for 3 pages with 2 free"):
+    with pytest.raises(RuntimeError, match="asked for 3 pages with 2 available"):
         pages.allocate(3)
     pages.release(first)
     with pytest.raises(RuntimeError, match="released more often"):

@@ -1,0 +1,70 @@
+"""The page tables of a decode call: what each slot has for itself, and what several have in common."""
+
+from collections import defaultdict
+
+import numpy as np
+
+from jrl.rollout.paged_attention import Table
+from jrl.rollout.scheduler import Replica, Sample
+from jrl.shapes import bucket
+
+
+class TableMaker:
+    """Makes `Table`s; the room for prefixes and their members only grows, so that few programs are compiled."""
+
+    def __init__(self):
+        self._prefixes = self._members = 0
+
+    def make(self, replicas: list[Replica]) -> Table:
+        """Arrays of NumPy for the samples now in the slots, whose pages have room for the tokens to come."""
+        slots, full = len(replicas[0].slots), replicas[0].width
+        sets = [common_prefixes(replica) for replica in replicas]
+        skip = np.zeros((len(replicas), slots), np.int32)
+        for r, of_replica in enumerate(sets):
+            for members, pages in of_replica:
+                skip[r, members] = len(pages)
+        longest = max((len(s.pages) - skip[r, b] for r, replica in enumerate(replicas) for b, s in replica.busy), default=1)
+        own = np.zeros((len(replicas), slots, min(bucket(max(longest, 1)), full)), np.int32)
+        for r, replica in enumerate(replicas):
+            for b, sample in replica.busy:
+                pages = sample.pages[skip[r, b] :]
+                own[r, b, : len(pages)] = pages
+        return Table(own, skip, *self._shared(sets, slots))
+
+    def _shared(self, sets: list[list[tuple[list[int], list[int]]]], slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        everyone = [one for of_replica in sets for one in of_replica]
+        if everyone:
+            self._prefixes = max(self._prefixes, power_of_two(max(map(len, sets))))
+            self._members = max(self._members, power_of_two(max(len(members) for members, _ in everyone)))
+        count = self._prefixes if everyone else 0
+        width = power_of_two(max((len(pages) for _, pages in everyone), default=1))
+        shared = np.zeros((len(sets), count, width), np.int32)
+        members = np.zeros((len(sets), count, max(self._members, 1)), np.int32)
+        place = np.full((len(sets), slots), count * members.shape[-1], np.int32)
+        for r, of_replica in enumerate(sets):
+            for p, (slot_ids, pages) in enumerate(of_replica):
+                shared[r, p, : len(pages)] = pages
+                members[r, p, : len(slot_ids)] = slot_ids
+                members[r, p, len(slot_ids) :] = slot_ids[0]
+                place[r, slot_ids] = p * members.shape[-1] + np.arange(len(slot_ids))
+        return shared, members, place
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is at least n: coarser than `bucket`, as these sizes multiply the number of programs."""
+    return 1 << (n - 1).bit_length()
+
+
+def common_prefixes(replica: Replica) -> list[tuple[list[int], list[int]]]:
+    """(slots, pages) of the samples of one request that begin with the same pages, where there are two or more."""
+    groups: dict[int, list[tuple[int, Sample]]] = defaultdict(list)
+    for slot, sample in replica.busy:
+        groups[sample.group.ticket].append((slot, sample))
+    sets = []
+    for members in groups.values():
+        # The page that is being written is nobody else's, whatever the others hold.
+        rows = [sample.pages[: sample.cached // replica.index.page_size] for _, sample in members]
+        same = next((i for i, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1), min(map(len, rows)))
+        if len(members) > 1 and same:
+            sets.append(([slot for slot, _ in members], rows[0][:same]))
+    return sets
