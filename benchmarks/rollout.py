@@ -10,21 +10,21 @@ import common  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jrl import platform  # noqa: E402
-from jrl.build import compute_dtype  # noqa: E402
 from jrl.models.load import load_model  # noqa: E402
 from jrl.rollout.engine import Engine  # noqa: E402
 from jrl.rollout.scheduler import Request  # noqa: E402
+from jrl.shapes import default_slots  # noqa: E402
 from jrl.sharding.layout import Layout  # noqa: E402
 
 
 def main() -> None:
     args, compiling = common.parse_args(__doc__.splitlines()[0]), common.CompileClock()
-    layout, dtype = Layout.rollout({"replica": -1, "tensor": 1}), compute_dtype("auto")
+    layout, dtype = Layout.rollout({"replica": -1, "tensor": 1}), platform.compute_dtype("auto")
     model = load_model(args.model, layout)
     platform.configure()
     n, new = args.prompts * args.group, args.prompts * args.group * args.completion_tokens
     engine = Engine(
-        model.arch, layout, slots=min(-(-n // layout.batch_shards), 64), max_tokens=args.prompt_tokens + args.completion_tokens,
+        model.arch, layout, slots=default_slots(n, layout.batch_shards), max_tokens=args.prompt_tokens + args.completion_tokens,
         eos_ids=model.eos_ids, dtype=dtype,
     )  # fmt: skip
     texts = common.make_texts(model.tokenizer, args.prompts, args.prompt_tokens, args.text)

@@ -19,6 +19,7 @@ from jrl.models.arch import Arch
 from jrl.models.load import LoadedModel, load_model
 from jrl.rewards import RewardManager
 from jrl.rollout.engine import Engine
+from jrl.shapes import default_slots
 from jrl.sharding.layout import Layout
 from jrl.sharding.reshard import reshard
 
@@ -60,7 +61,7 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
     layouts = make_layouts(config)
     rewards = RewardManager.from_config(config.reward, reward)
     train, held_out = load_data(config, train_data, eval_data)
-    dtype = compute_dtype(config.model.compute_dtype)
+    dtype = platform.compute_dtype(config.model.compute_dtype)
     model = load_model(config.model.path, layouts["learner"], config.seed)
     platform.configure()  # only now: what loading leaves behind goes back to the system
     prompts, eval_prompts = (encode_prompts(config, rows, model.tokenizer) for rows in (train, held_out))
@@ -112,13 +113,6 @@ def make_layout(config, section: str) -> Layout:
         raise UserError(f"config.{section}.mesh: {error}") from None
 
 
-def compute_dtype(name: str) -> Any:
-    """"auto" is float32 on CPU, where bfloat16 is emulated, and bfloat16 on accelerators."""
-    if name == "auto":
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    return jnp.dtype(name)
-
-
 def make_forward(config, arch: Arch, dtype, layout: Layout) -> Forward:
     c = config.learner
     return Forward(arch, layout.constrain, dtype, c.remat, config.rollout.temperature, c.logit_chunk)
@@ -160,11 +154,10 @@ def encode_prompts(config, examples: list, tokenizer) -> list[Prompt]:
 
 def make_engine(config, model: LoadedModel, layout: Layout, dtype, prompts: list[Prompt]) -> Engine:
     c = config.rollout
-    wanted = c.prompts_per_step * c.group_size
-    slots = c.slots or min(-(-wanted // layout.batch_shards), 64)
+    slots = c.slots or default_slots(c.prompts_per_step * c.group_size, layout.batch_shards)
     longest = max(len(p.tokens) for p in prompts)
     return Engine(
         model.arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=model.eos_ids,
         page_size=c.page_size, num_pages=c.num_pages, decode_chunk=c.decode_chunk, dtype=dtype, seed=config.seed,
-        decode_text=model.tokenizer.decode,
+        attention=c.attention, decode_text=model.tokenizer.decode,
     )  # fmt: skip

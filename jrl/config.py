@@ -129,6 +129,7 @@ _TABLE: tuple[Key, ...] = (
     Key("rollout.page_size", 16, "tokens of one page of the KV cache", POSITIVE),
     Key("rollout.num_pages", 0, "pages per replica; 0: as many as the slots can need", NOT_NEGATIVE),
     Key("rollout.decode_chunk", 32, "tokens per slot and device call, at most", POSITIVE),
+    Key("rollout.attention", "auto", "attention backend; auto: the best that runs here", one_of("auto", "tpu", "xla")),
     Key("rollout.mesh.replica", -1, "devices along the samples, weights copied", MESH_SIZE),
     Key("rollout.mesh.tensor", 1, "devices along heads, MLP and vocabulary", MESH_SIZE),
     # Algorithm

@@ -11,24 +11,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from jrl import platform
 from jrl.errors import UserError
 from jrl.models import decoder
 from jrl.models.arch import KNOWN, Arch
 from jrl.models.attention import QUERY_CHUNK
 from jrl.models.load import read_arch
 from jrl.packing import LENGTH_STEP
-from jrl.rollout import paged_attention as paged
+from jrl.rollout.backends import choose_backend
 from jrl.rollout.engine import PREFILL_TOKENS
-from jrl.shapes import bucket
+from jrl.shapes import bucket, default_slots
 from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
 from jrl.sharding.mesh import describe, resolve_sizes
 
 MASTER_BYTES = 4  # parameters, gradients, moments: float32
 ADAM_MOMENTS = 2
-MAX_DEFAULT_SLOTS = 64  # of rollout.slots = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +115,7 @@ def make_plan(config, arch: Arch, num_devices: int) -> Plan:
             f"config.rollout.max_new_tokens={batch['response_tokens']}: with data.max_prompt_tokens="
             f"{batch['prompt_tokens']} that exceeds the {arch.max_position} positions of the model; lower one of them"
         )
-    dtype = _compute_dtype(config.model.compute_dtype)
+    dtype = platform.compute_dtype(config.model.compute_dtype)
     weights = {name: _weights(arch, layout, name == "critic") for name, layout in layouts.items()}
     held = _held(config, arch, layouts, weights, batch, dtype)
     phases = _phases(config, arch, layouts, weights, batch, dtype)
@@ -156,7 +155,7 @@ def _batch(config, layouts: dict[str, Layout]) -> dict[str, int]:
     prompt, response = config.data.max_prompt_tokens, r.max_new_tokens
     sequences, replicas = r.prompts_per_step * r.group_size, layouts["rollout"].batch_shards
     shards = layouts["learner"].batch_shards
-    slots = r.slots or min(-(-sequences // replicas), MAX_DEFAULT_SLOTS)
+    slots = r.slots or default_slots(sequences, replicas)
     width = -(-(prompt + response) // r.page_size)
     minibatch = sequences // a.minibatches
     per_microbatch = _microbatch_sequences(c.microbatch_tokens, r.group_size, prompt, response)
@@ -184,12 +183,6 @@ def _microbatch_sequences(budget: int, group_size: int, prompt: int, response: i
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def _compute_dtype(name: str) -> np.dtype:
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return np.dtype(jax.numpy.dtype(name))
-
-
 def _weights(arch: Arch, layout: Layout, critic: bool) -> list[tuple[tuple[int, ...], Any]]:
     """(shape on one device, partition) of every weight."""
     model: Any = decoder.Critic if critic else decoder.Decoder
@@ -211,9 +204,11 @@ def _held(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, int]:
             held[f"{label}: Adam's moments, float32"] = _count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
     if "reference" in weights:
         held["reference: parameters, float32"] = _count(weights["reference"]) * MASTER_BYTES
-    pool = paged.pool_shape(arch, batch["replicas"], batch["num_pages"], batch["page_size"])
-    shard = layouts["rollout"].sharding(paged.POOL_AXES, pool).shard_shape(pool)
-    held[f"rollout: KV pool, {dtype.name}"] = 2 * math.prod(shard) * dtype.itemsize  # keys and values
+    rollout = layouts["rollout"]
+    backend, _ = choose_backend(config.rollout.attention, jax.default_backend(), arch, rollout, dtype)
+    pool = backend.pool_arrays(batch["num_pages"], batch["page_size"]).values()
+    shards = (rollout.sharding(x.axes, x.shape).shard_shape(x.shape) for x in pool)
+    held[f"rollout: KV pool, {dtype.name}"] = sum(map(math.prod, shards)) * dtype.itemsize
     return held
 
 

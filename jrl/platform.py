@@ -1,4 +1,7 @@
-"""Process-wide settings that make a run quick: made when a run is put together, never by importing jrl."""
+"""What depends on the machine: the dtype of computation, and process-wide settings that make a run quick.
+
+The settings are made when a run is put together, never by importing jrl.
+"""
 
 import ctypes
 import os
@@ -6,6 +9,7 @@ import pathlib
 import platform
 
 import jax
+import numpy as np
 
 # glibc's mallopt parameters (malloc.h)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -26,3 +30,10 @@ def configure() -> None:
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         libc.mallopt(_M_TOP_PAD, 64 << 20)
+
+
+def compute_dtype(name: str) -> np.dtype:
+    """The dtype of a name; "auto" is float32 on CPU, where bfloat16 is emulated, and bfloat16 on accelerators."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jax.numpy.dtype(name)

@@ -18,6 +18,11 @@ def bucket(n: int, least: int = 1) -> int:
     return size
 
 
+def default_slots(sequences: int, replicas: int) -> int:
+    """Slots of a rollout replica where the config leaves them open: for all of a step's sequences, at most 64."""
+    return min(-(-sequences // replicas), 64)
+
+
 class ProgramLog:
     """Counts the compiled programs of one component; each new one is logged, none should appear after warm-up."""
 

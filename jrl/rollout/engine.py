@@ -5,6 +5,7 @@ program, so an update is passing another pytree. The host wakes once per `decode
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.models.arch import Arch
-from jrl.rollout import paged_attention as paged
+from jrl.rollout.backends import PoolArray, choose_backend
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.programs import Decoded, EngineShape, Prompts, Slots, build
 from jrl.rollout.scheduler import Counts, Group, Prefix, Request, Sample, Scheduler
@@ -21,6 +22,8 @@ from jrl.rollout.slot_controls import SlotControls
 from jrl.rollout.tables import TableMaker
 from jrl.shapes import ProgramLog, bucket
 from jrl.types import Completion
+
+log = logging.getLogger("jrl")
 
 PREFILL_TOKENS = 4096  # padded prompt tokens that are cached per replica between two calls of the decode loop
 
@@ -44,6 +47,7 @@ class Engine:
       max_tokens: prompt and response together, the most of one sequence.
       num_pages: pages of each replica's pool, 0 for as many as all slots can need at once.
       seed: of every sample's random numbers, together with `Request.first_id`.
+      attention: name of the attention backend, or "auto" for the best that runs here.
       decode_text: token ids to text, for stop strings; without it requests with such are refused.
     """
 
@@ -60,6 +64,7 @@ class Engine:
         decode_chunk: int = 32,
         dtype=jnp.float32,
         seed: int = 0,
+        attention: str = "auto",
         decode_text: Callable[[list[int]], str] | None = None,
     ):
         self.arch, self.layout = arch, layout
@@ -70,7 +75,9 @@ class Engine:
         self.shape = EngineShape(arch, num_pages, page_size, decode_chunk, tuple(eos_ids), dtype)
         self.stats = EngineStats()
         self.scheduler = Scheduler(self.replicas, slots, num_pages, page_size, max_tokens, decode_chunk, self.stats)
-        self.programs, self.compiled = build(self.shape, layout), ProgramLog("rollout")
+        backend, others = choose_backend(attention, layout.mesh.devices.flat[0].platform, arch, layout, dtype)
+        log.info("attention backend: %s; %s", backend.name, "; ".join(f"not {name}: {why}" for name, why in others))
+        self.programs, self.compiled = build(self.shape, backend, layout), ProgramLog("rollout")
         self.key = jax.random.key(seed)
         self.params, self.version, self.tickets = None, -1, 0
         self.tables = TableMaker()
@@ -80,13 +87,11 @@ class Engine:
             token=zeros(np.int32), lens=zeros(np.int32), remaining=zeros(np.int32), made=zeros(np.int32),
             request=zeros(np.uint32), temperature=zeros(np.float32), ignore_eos=zeros(bool),
         )  # fmt: skip
-        self.pool = self._make_pool()
+        self.pool = self._make_pool(backend.pool_arrays(num_pages, page_size))
 
-    def _make_pool(self):
-        shape = paged.pool_shape(self.arch, self.replicas, self.shape.num_pages, self.shape.page_size)
-        sharding = self.layout.sharding(paged.POOL_AXES, shape)
-        make = jax.jit(lambda: {n: jnp.zeros(shape, self.shape.dtype) for n in ("k", "v")}, out_shardings=sharding)
-        return make()
+    def _make_pool(self, arrays: dict[str, PoolArray]):
+        shardings = {name: self.layout.sharding(x.axes, x.shape) for name, x in arrays.items()}
+        return jax.jit(lambda: {n: jnp.zeros(x.shape, x.dtype) for n, x in arrays.items()}, out_shardings=shardings)()
 
     def reset_stats(self) -> None:
         self.stats = self.scheduler.counts = EngineStats()

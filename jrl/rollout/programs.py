@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.responses import token_logprobs
-from jrl.rollout import paged_attention as paged
+from jrl.rollout.backends import Backend
 from jrl.rollout.sampler import Controls, best_logprobs, sample, sample_controlled, uniforms
 
 LOGIT_CHUNK = 256  # prompt tokens whose logits exist at once
@@ -62,7 +62,7 @@ class EngineShape(NamedTuple):
     dtype: Any
 
 
-def prefill(shape: EngineShape, constrain, score: bool, params, pool, prompts: Prompts):
+def prefill(shape: EngineShape, backend: Backend, constrain, score: bool, params, pool, prompts: Prompts):
     """Runs prompts and writes their keys and values to their pages.
 
     Returns:
@@ -70,7 +70,8 @@ def prefill(shape: EngineShape, constrain, score: bool, params, pool, prompts: P
     """
     replicas, count, length = prompts.tokens.shape
     positions = prompts.start[..., None] + jnp.arange(length)
-    attend = paged.prefill_attend(prompts.table, prompts.prior, prompts.start, prompts.lens, shape.num_pages, shape.page_size)
+    pages = (prompts.table, prompts.prior)
+    attend = backend.prefill_attend(*pages, prompts.start, prompts.lens, shape.num_pages, shape.page_size)
     flat = (replicas, count * length)
     hidden, pool = decoder.forward(
         shape.arch, params, prompts.tokens.reshape(flat), positions.reshape(flat), attend, pool, dtype=shape.dtype,
@@ -82,7 +83,10 @@ def prefill(shape: EngineShape, constrain, score: bool, params, pool, prompts: P
     return pool, token_logprobs(shape.arch, params, hidden, prompts.targets, 1.0, LOGIT_CHUNK, constrain)[0]
 
 
-def decode(shape: EngineShape, constrain, best: int, params, pool, table, slots: Slots, controls: Controls | None, key, leave_at):
+def decode(
+    shape: EngineShape, backend: Backend, constrain, best: int, params, pool, table, slots: Slots,
+    controls: Controls | None, key, leave_at,
+):  # fmt: skip
     """Decodes up to `decode_chunk` tokens in every busy slot, without the host.
 
     Leaves early when at most `leave_at` slots are still busy, so that others can move in.
@@ -105,10 +109,8 @@ def decode(shape: EngineShape, constrain, best: int, params, pool, table, slots:
     def one_token(carry):
         i, pool, s, controls, out = carry
         active = s.remaining > 0
-        attend = paged.decode_attend(table, s.lens, active, shape.num_pages, shape.page_size)
-        hidden, pool = decoder.forward(
-            shape.arch, params, s.token, s.lens, attend, pool, dtype=shape.dtype, constrain=constrain
-        )
+        attend = backend.decode_attend(table, s.lens, active, shape.num_pages, shape.page_size)
+        hidden, pool = decoder.forward(shape.arch, params, s.token, s.lens, attend, pool, dtype=shape.dtype, constrain=constrain)
         logits = constrain(decoder.logits(shape.arch, params, hidden), ("batch", "slots", "act_vocab"))
         uniform = uniforms(key, s.request, s.made)
         if controls is None:
@@ -148,22 +150,26 @@ class Programs(NamedTuple):
     copy: Any  # (pool, source, target)
 
 
-def build(shape: EngineShape, layout) -> Programs:
+def build(shape: EngineShape, backend: Backend, layout) -> Programs:
     """Jits the programs for a layout (`jrl.sharding.layout.Layout`) of the rollout mesh; the pool is donated."""
-    pool_sharding = layout.sharding(paged.POOL_AXES)
-    pools = {"k": pool_sharding, "v": pool_sharding}
+    pools = {n: layout.sharding(x.axes, x.shape) for n, x in backend.pool_arrays(shape.num_pages, shape.page_size).items()}
     rows = layout.sharding(("batch",))
 
     def copy(pool, source, target):
-        return paged.copy_pages(pool, source, target, shape.arch.num_layers, shape.num_pages)
+        return backend.copy_pages(pool, source, target, shape.arch.num_layers, shape.num_pages)
 
     return Programs(
         prefill=jax.jit(
-            functools.partial(prefill, shape, layout.constrain), static_argnums=0, donate_argnums=2, out_shardings=(pools, rows)
+            functools.partial(prefill, shape, backend, layout.constrain),
+            static_argnums=0,
+            donate_argnums=2,
+            out_shardings=(pools, rows),
         ),
         decode=jax.jit(
-            functools.partial(decode, shape, layout.constrain), static_argnums=0, donate_argnums=(2, 5),
+            functools.partial(decode, shape, backend, layout.constrain),
+            static_argnums=0,
+            donate_argnums=(2, 5),
             out_shardings=(pools, rows, rows, rows),
-        ),  # fmt: skip
+        ),
         copy=jax.jit(copy, donate_argnums=0, out_shardings=pools),
     )

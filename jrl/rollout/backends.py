@@ -1,0 +1,127 @@
+"""Attention backends of the rollout engine: what they have in common, and which one a machine gets, with the reasons.
+
+A backend owns the layout of the KV pool. To everybody else the pool is an opaque pytree that is made from `pool_arrays`,
+donated to every compiled program and handed back by it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from jrl.errors import UserError
+from jrl.models.arch import Arch
+from jrl.models.decoder import Attend
+from jrl.rollout import paged_attention
+from jrl.sharding.layout import Axes, Layout
+
+
+class PoolArray(NamedTuple):
+    """One array of a KV pool, filled with zeros at first."""
+
+    shape: tuple[int, ...]
+    axes: Axes  # logical, for `Layout.sharding`
+    dtype: Any
+
+
+class Backend(Protocol):
+    """Writes keys and values to pages and attends over them; letters as in `jrl.rollout.paged_attention`.
+
+    Page ids are those of a replica's pool; a page holds its tokens in every layer, and page 0 is the null page.
+    """
+
+    name: str
+
+    def pool_arrays(self, num_pages: int, page_size: int) -> dict[str, PoolArray]:
+        """The arrays of the pool, with padding where the backend pads: the truth about its bytes."""
+
+    def decode_attend(
+        self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int
+    ) -> Attend:
+        """The `attend` of one new token per slot, to be called within a layer of `jrl.models.decoder.forward`.
+
+        Args:
+          table: the pages of the slots' tokens, shared and own.
+          lens: i32[R, B] tokens already in the cache; the new one is written at this position.
+          active: bool[R, B]; idle slots write to the null page, and their output has no meaning, but is finite.
+        """
+
+    def prefill_attend(
+        self, table: jax.Array, prior: jax.Array, start: jax.Array, lens: jax.Array, num_pages: int, page_size: int
+    ) -> Attend:
+        """The `attend` of the next tokens of prompts, causal, over them and over what is cached before.
+
+        Args:
+          table: i32[R, P, t / page_size] pages of the new tokens, 0 where a prompt has none.
+          prior: i32[R, P, W] pages before them; W is 0 where no prompt has any.
+          start: i32[R, P] tokens cached before, whole pages.
+          lens: i32[R, P] new tokens of each prompt, 0 only after the last prompt that has some; output beyond is of no
+            meaning, but finite.
+        """
+
+    def copy_pages(self, pool: Any, source: jax.Array, target: jax.Array, num_layers: int, num_pages: int) -> Any:
+        """Copies page `source[r, c]` to page `target[r, c]` in every layer; both i32[R, C], the pair (0, 0) does nothing."""
+
+
+class XlaBackend:
+    """`jrl.rollout.paged_attention`: plain XLA, for every platform."""
+
+    name = "xla"
+
+    def __init__(self, arch: Arch, layout: Layout, dtype: Any):
+        self.arch, self.layout, self.dtype = arch, layout, dtype
+
+    def pool_arrays(self, num_pages: int, page_size: int) -> dict[str, PoolArray]:
+        shape = paged_attention.pool_shape(self.arch, self.layout.batch_shards, num_pages, page_size)
+        return dict.fromkeys(("k", "v"), PoolArray(shape, paged_attention.POOL_AXES, self.dtype))
+
+    decode_attend = staticmethod(paged_attention.decode_attend)
+    prefill_attend = staticmethod(paged_attention.prefill_attend)
+    copy_pages = staticmethod(paged_attention.copy_pages)
+
+
+def _xla(arch: Arch, layout: Layout, dtype: Any, platform: str) -> Backend:
+    del platform
+    return XlaBackend(arch, layout, dtype)
+
+
+def _tpu(arch: Arch, layout: Layout, dtype: Any, platform: str) -> Backend:
+    if platform != "tpu":
+        raise UserError(f"attention backend 'tpu': its kernel runs on TPUs, and this is {platform}; choose 'xla' or 'auto'")
+    from jrl.rollout.tpu_attention import TpuBackend  # the kernel's packages take a second to import
+
+    return TpuBackend(arch, layout, dtype)
+
+
+# By preference. Each makes the backend or raises a UserError that says why it cannot.
+BACKENDS: dict[str, Callable[[Arch, Layout, Any, str], Backend]] = {"tpu": _tpu, "xla": _xla}
+
+
+def choose_backend(name: str, platform: str, arch: Arch, layout: Layout, dtype: Any) -> tuple[Backend, list[tuple[str, str]]]:
+    """The attention backend for a platform.
+
+    Args:
+      name: a backend's name, or "auto": the first that can run, specialised ones before general ones.
+      platform: of the rollout mesh's devices: "cpu", "gpu" or "tpu".
+
+    Returns:
+      the backend, and for every other one (name, why it was not chosen), for the log.
+
+    Raises:
+      UserError: an unknown name; a backend asked for by name that cannot run here.
+    """
+    if name != "auto":
+        if name not in BACKENDS:
+            raise UserError(f"attention backend {name!r} does not exist; choose auto, {', '.join(BACKENDS)}")
+        return BACKENDS[name](arch, layout, dtype, platform), [(n, f"{name!r} was asked for") for n in BACKENDS if n != name]
+    chosen, reasons = None, []
+    for other, make in BACKENDS.items():
+        if chosen is not None:
+            reasons.append((other, f"{chosen.name!r} can run and is preferred on {platform}"))
+            continue
+        try:
+            chosen = make(arch, layout, dtype, platform)
+        except UserError as error:
+            reasons.append((other, str(error)))
+    assert chosen is not None, "xla can always run"
+    return chosen, reasons

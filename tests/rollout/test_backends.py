@@ -1,0 +1,75 @@
+"""The choice of an attention backend, its reasons, and what all backends have in common."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jrl.errors import UserError
+from jrl.models.arch import KNOWN
+from jrl.rollout.backends import BACKENDS, Backend, XlaBackend, choose_backend
+from jrl.rollout.tpu_attention import TpuBackend
+from jrl.sharding.layout import Layout
+
+SMOL = KNOWN["HuggingFaceTB/SmolLM2-135M"]
+QWEN = KNOWN["Qwen/Qwen2.5-0.5B"]
+
+
+def layout_of(replica=1, tensor=1):
+    return Layout.rollout({"replica": replica, "tensor": tensor}, jax.devices()[: replica * tensor])
+
+
+def choose(name, platform, dtype=jnp.bfloat16):
+    backend, others = choose_backend(name, platform, SMOL, layout_of(), dtype)
+    assert sorted([backend.name, *(other for other, _ in others)]) == sorted(BACKENDS)  # each has its verdict
+    return backend.name, dict(others)
+
+
+def test_auto_takes_the_kernel_on_a_tpu_and_xla_elsewhere():
+    chosen, reasons = choose("auto", "tpu")
+    assert chosen == "tpu" and "'tpu' can run" in reasons["xla"]
+    for platform in ("cpu", "gpu"):
+        chosen, reasons = choose("auto", platform)
+        assert chosen == "xla" and f"this is {platform}" in reasons["tpu"]
+
+
+def test_auto_falls_back_where_the_kernel_cannot_run_and_says_why():
+    chosen, reasons = choose("auto", "tpu", jnp.float16)
+    assert chosen == "xla" and "dtype float16" in reasons["tpu"]
+
+
+def test_a_backend_asked_for_by_name_is_taken_or_refused():
+    chosen, reasons = choose("xla", "tpu")
+    assert chosen == "xla" and "asked for" in reasons["tpu"]
+    with pytest.raises(UserError, match="this is cpu; choose 'xla' or 'auto'"):
+        choose("tpu", "cpu")
+    with pytest.raises(UserError, match="dtype float16"):
+        choose("tpu", "tpu", jnp.float16)
+    with pytest.raises(UserError, match="'flash' does not exist; choose auto, tpu, xla"):
+        choose("flash", "tpu")
+
+
+@pytest.mark.parametrize("name", ["decode_attend", "prefill_attend", "copy_pages", "pool_arrays"])
+def test_backends_take_the_same_arguments(name):
+    wanted = list(inspect.signature(getattr(Backend, name)).parameters)[1:]
+    for backend in (XlaBackend(SMOL, layout_of(), jnp.float32), TpuBackend(SMOL, layout_of(), jnp.float32)):
+        assert list(inspect.signature(getattr(backend, name)).parameters) == wanted
+
+
+@pytest.mark.parametrize("kind", [XlaBackend, TpuBackend])
+@pytest.mark.parametrize("replica, tensor", [(1, 1), (4, 1), (2, 2)])
+def test_pools_are_split_over_replicas_and_heads(kind, replica, tensor):
+    layout = layout_of(replica, tensor)
+    for array in kind(QWEN, layout, jnp.bfloat16).pool_arrays(8, 16).values():
+        shard = layout.sharding(array.axes, array.shape).shard_shape(array.shape)
+        assert array.shape[:3] == (replica, QWEN.num_layers * 8, 16)
+        assert shard[0] == 1 and shard[3] * tensor == array.shape[3] and shard[1:3] == array.shape[1:3]
+
+
+def test_padding_is_counted_in_the_pools_bytes():
+    def size(kind):
+        return sum(jnp.zeros(a.shape, a.dtype).nbytes for a in kind(SMOL, layout_of(), jnp.bfloat16).pool_arrays(8, 16).values())
+
+    # 3 KV heads of 64 become 4 of 128
+    assert size(TpuBackend) * 3 * 64 == size(XlaBackend) * 4 * 128
