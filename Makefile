@@ -29,6 +29,7 @@ test: lint
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 $(VENV)/made.stamp:

@@ -45,9 +45,7 @@ class Checkpointer:
         self.directory = epath.Path(directory).expanduser().resolve()
         policies: list[Any] = [preservation_policy.LatestN(keep)]
         if best:
-            policies.append(
-                preservation_policy.BestN(get_metric_fn=_metric, n=1, keep_checkpoints_without_metrics=False)
-            )
+            policies.append(preservation_policy.BestN(get_metric_fn=_metric, n=1, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
             best_fn=_metric if best else None,  # without it orbax would not store the metric
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
@@ -158,8 +156,7 @@ class Checkpointer:
         if _checksum(content) != restored["checksum"]:
             raise ValueError("the checksum of the extra data differs")
         wanted = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            for name, x in _by_name(abstract_state).items()
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in _by_name(abstract_state).items()
         }
         self._check_same_model(step, content["manifest"], wanted)
         arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]

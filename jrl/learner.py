@@ -48,18 +48,14 @@ class Forward:
     def logprobs(self, params, packed: Packed) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities of the response tokens and entropies, float32[d, N, t] each."""
         hidden = self._hidden(params, packed)
-        return token_logprobs(
-            self.arch, params, hidden, packed.tokens, self.temperature, self.logit_chunk, self.constrain
-        )
+        return token_logprobs(self.arch, params, hidden, packed.tokens, self.temperature, self.logit_chunk, self.constrain)
 
     def values(self, params, packed: Packed) -> jax.Array:
         """The critic's values float32[d, N, t]: what is expected before each response token is chosen."""
         return decoder.value_head(params, self._hidden(params["backbone"], packed))
 
     def _hidden(self, params, packed):
-        return response_hidden(
-            self.arch, params, packed, dtype=self.dtype, constrain=self.constrain, remat=self.remat
-        )
+        return response_hidden(self.arch, params, packed, dtype=self.dtype, constrain=self.constrain, remat=self.remat)
 
 
 # (forward, params, packed) -> (loss, metrics): both sums over the microbatch with the minibatch's denominators
@@ -137,9 +133,7 @@ class Learner:
         """Shapes, dtypes and shardings of a state, for restoring one."""
         params = decoder_shapes(self.param_shardings, self.forward.arch)
         state = jax.eval_shape(lambda p: TrainState(p, self.optimizer.init(p), jnp.int32(0), jnp.int32(0)), params)
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.state_shardings
-        )
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.state_shardings)
 
     # Running -------------------------------------------------------------------------------------------------------
 

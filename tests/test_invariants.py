@@ -54,9 +54,7 @@ def make_learner(layout=None, temperature=TEMPERATURE, microbatch_tokens=512, lo
     layout = layout or one_device("train")
     forward = Forward(ARCH, layout.constrain, jnp.float32, "full", temperature, logit_chunk)
     transform, schedule = make_optimizer(OPTIMIZER, 10)
-    return Learner(
-        "policy", forward, layout, decoder.Decoder, microbatch_tokens, policy_loss(ALGORITHM), transform, schedule
-    )
+    return Learner("policy", forward, layout, decoder.Decoder, microbatch_tokens, policy_loss(ALGORITHM), transform, schedule)
 
 
 def requests():

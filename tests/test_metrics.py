@@ -171,9 +171,7 @@ def test_without_a_terminal_a_step_is_one_plain_line_on_stderr(tmp_path, capsys,
     writer.log(11, STEP)
     out = capsys.readouterr()
     assert out.out == "", "stdout belongs to the summary"
-    assert out.err == (
-        "step 12/60 reward 0.412 accuracy 0.375 KL 1.50e-04 entropy 1.250 length 12.3 tokens/s 1,431 left 1m36s\n"
-    )
+    assert out.err == ("step 12/60 reward 0.412 accuracy 0.375 KL 1.50e-04 entropy 1.250 length 12.3 tokens/s 1,431 left 1m36s\n")
 
 
 def test_a_metric_that_is_not_there_leaves_its_place_empty(tmp_path, capsys):

@@ -122,8 +122,7 @@ def test_every_packed_microbatch_has_a_size_of_the_plan(group, budget, shards):
         texts = [rng.integers(0, 500, rng.integers(1, longest[0] + 1)).astype(np.int32) for _ in range(prompts)]
         zeros = [np.zeros(rng.integers(1, longest[1] + 1)) for _ in range(prompts * group)]
         done = [
-            Completion(i // group, i % group, z.astype(np.int32), z, z, z.astype(np.int32), "length")
-            for i, z in enumerate(zeros)
+            Completion(i // group, i % group, z.astype(np.int32), z, z, z.astype(np.int32), "length") for i, z in enumerate(zeros)
         ]
         rollout = make_rollout(texts, done)
         rows = np.flatnonzero(rollout.group_ids < prompts // 2)

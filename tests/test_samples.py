@@ -23,8 +23,8 @@ def make_batch(texts=("one", "two", "three", "four"), first_group=0):
         logprobs = -rng.random(n, np.float32)
         completions.append(
             Completion(row // 2, row % 2, np.arange(10, 10 + n, dtype=np.int32), logprobs, logprobs, np.full(n, 7, np.int32),
-                       "eos" if row % 2 else "length")  # fmt: skip
-        )
+                       "eos" if row % 2 else "length")
+        )  # fmt: skip
     rollout = make_rollout([p.tokens for p in prompts], completions, first_group + np.arange(2, dtype=np.int32))
     objects, names = np.empty(4, object), np.empty(4, object)
     objects[:], names[:] = [prompts[i] for i in rollout.prompt_index], list(texts)
@@ -44,8 +44,8 @@ def test_a_line_says_what_the_batch_says(tmp_path):
     rows = written(tmp_path)  # before close: flushed
     assert [list(row) for row in rows] == 4 * [
         ["step", "uid", "group", "prompt", "completion", "prompt_tokens", "tokens", "logprobs", "reward", "reward_parts",
-         "advantage", "stop_reason", "version", "valid"]  # fmt: skip
-    ]
+         "advantage", "stop_reason", "version", "valid"]
+    ]  # fmt: skip
     for i, row in enumerate(rows):
         p, n = batch.rollout.prompt_lens[i], batch.rollout.lens[i]
         assert row["step"] == 3 and row["uid"] == f"u{i // 2}" and row["group"] == i // 2 and row["version"] == 7

@@ -46,9 +46,7 @@ class Arch:
                 "every KV head serves the same number of query heads"
             )
         if self.family != "qwen2" and self.qkv_bias != self.o_bias:
-            raise UserError(
-                f"qkv_bias={self.qkv_bias} with o_bias={self.o_bias}: {self.family} has one attention_bias for both"
-            )
+            raise UserError(f"qkv_bias={self.qkv_bias} with o_bias={self.o_bias}: {self.family} has one attention_bias for both")
 
     def num_params(self) -> int:
         """Weights, tied ones once."""

@@ -42,9 +42,7 @@ def response_hidden(arch: Arch, params, packed, *, dtype, constrain, remat) -> j
         response_out = attention(tail(q), [shared, (tail(k), tail(v), response_masks[1])])
         return jnp.concatenate([flat(prompt_out), flat(response_out)], axis=1), cache
 
-    hidden, _ = decoder.forward(
-        arch, params, tokens, positions, attend, dtype=dtype, constrain=constrain, remat=remat
-    )
+    hidden, _ = decoder.forward(arch, params, tokens, positions, attend, dtype=dtype, constrain=constrain, remat=remat)
     ends = hidden[:, : prompts * u].reshape(d, prompts, u, -1)
     last = jnp.maximum(packed.prompt_lens - 1, 0)
     ends = jnp.take_along_axis(ends, last[..., None, None], axis=2)  # [d, P, 1, D]

@@ -134,9 +134,7 @@ class Layout:
 
     def _check_divides(self, axes: Axes, shape: tuple[int, ...]) -> None:
         if len(shape) != len(axes):
-            raise UserError(
-                f"{self.kind} layout: shape {shape} has {len(shape)} dimensions but axes {axes} name {len(axes)}"
-            )
+            raise UserError(f"{self.kind} layout: shape {shape} has {len(shape)} dimensions but axes {axes} name {len(axes)}")
         for axis, size in zip(axes, shape, strict=True):
             names = self._mesh_axes(axis)
             parts = math.prod(self.mesh.shape[name] for name in names)
