@@ -134,7 +134,10 @@ class Run:
         """Writes the step's metrics and samples, and counts it as done."""
         self.seconds += seconds
         tokens = sum(int(b.rollout.lens.sum()) for b in self._sampled)
-        metrics = {**batch_metrics(batch, self._sampled, self.config), **updates, **self.timers.collect()}
+        metrics = {
+            **batch_metrics(batch, self._sampled, self.config), **self.parts.engine.stats.metrics(), **updates,
+            **self.timers.collect(),
+        }  # fmt: skip
         metrics["timing_s/step"] = seconds
         metrics["perf/throughput"] = tokens / seconds
         metrics["perf/compiled_programs"] = sum(

@@ -18,6 +18,11 @@ def bucket(n: int, least: int = 1) -> int:
     return size
 
 
+def power_of_two(n: int) -> int:
+    """The smallest that is at least n >= 1: coarser than `bucket`, for sizes that multiply the number of programs."""
+    return 1 << (n - 1).bit_length()
+
+
 def default_slots(sequences: int, replicas: int) -> int:
     """Slots of a rollout replica where the config leaves them open: for all of a step's sequences, at most 64."""
     return min(-(-sequences // replicas), 64)

@@ -87,11 +87,15 @@ class Trainer:
         """Training batches of `prompts_per_step` groups, made by whichever weights are published at that moment."""
         wanted, dynamic = self.config.rollout.prompts_per_step, self.config.algorithm.dynamic_sampling
         while True:
+            self.parts.engine.reset_stats()
             kept: list[Batch] = []
             drawn = groups = 0
             for _ in range(1 + self.config.algorithm.max_refills * dynamic):
                 prompts = self.parts.stream.next(wanted - groups)
-                batch = self.score(prompts, self.generate(prompts, self.config.rollout.group_size, first_group=drawn))
+                with self.run.timers("gen"):
+                    rollout = self.generate(prompts, self.config.rollout.group_size, first_group=drawn)
+                with self.run.timers("reward"):
+                    batch = self.score(prompts, rollout)
                 self.run.record(batch)
                 drawn += len(prompts)
                 rows = informative(batch) if dynamic else np.arange(len(batch))
@@ -113,8 +117,7 @@ class Trainer:
             for i, x in enumerate(prompts)
         ]
         run.samples += len(prompts) * samples
-        with run.timers("gen"):
-            completions = self.parts.engine.generate(requests, on_step=lambda _: run.check())
+        completions = self.parts.engine.generate(requests, on_step=lambda _: run.check())
         return make_rollout([r.tokens for r in requests], completions, first_group + np.arange(len(prompts), dtype=np.int32))
 
     def score(self, prompts: list[Prompt], rollout: Rollout) -> Batch:
@@ -123,8 +126,7 @@ class Trainer:
         mine = np.empty(len(rollout), object)
         mine[:] = [prompts[i] for i in rollout.prompt_index]
         texts = np.array([decode(tokens, skip_special_tokens=True) for tokens in rollout.responses()], object)
-        with self.run.timers("reward"):
-            result = self.parts.rewards.score_prompts(list(mine), list(texts))
+        result = self.parts.rewards.score_prompts(list(mine), list(texts))
         return Batch(rollout, mine, texts, result.total, result.valid, result.parts)
 
     def advantages(self, states: dict, batch: Batch) -> Batch:

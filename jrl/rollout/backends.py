@@ -32,6 +32,10 @@ class Backend(Protocol):
 
     name: str
 
+    @property
+    def row_pages(self) -> int | None:
+        """The most pages of a row of the decode call's `Table`; None for one row a slot."""
+
     def pool_arrays(self, num_pages: int, page_size: int) -> dict[str, PoolArray]:
         """The arrays of the pool, with padding where the backend pads: the truth about its bytes."""
 
@@ -67,6 +71,7 @@ class XlaBackend:
     """`jrl.rollout.paged_attention`: plain XLA, for every platform."""
 
     name = "xla"
+    row_pages = paged_attention.ROW_PAGES
 
     def __init__(self, arch: Arch, layout: Layout, dtype: Any):
         self.arch, self.layout, self.dtype = arch, layout, dtype

@@ -20,7 +20,7 @@ from jrl.rollout.programs import Decoded, EngineShape, Prompts, Slots, build
 from jrl.rollout.scheduler import Counts, Group, Prefix, Request, Sample, Scheduler
 from jrl.rollout.slot_controls import SlotControls
 from jrl.rollout.tables import TableMaker
-from jrl.shapes import ProgramLog, bucket
+from jrl.shapes import ProgramLog, bucket, power_of_two
 from jrl.types import Completion
 
 log = logging.getLogger("jrl")
@@ -34,8 +34,23 @@ class EngineStats(Counts):
 
     decode_tokens: int = 0  # sampled tokens
     decode_steps: int = 0  # iterations of the decode loop, each over all slots
+    slot_steps: int = 0  # the same times the slots of all replicas: the most tokens that could have been sampled
     prefill_tokens: int = 0  # prompt tokens computed, padding not counted
     seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Shares from 0 to 1, and counts.
+
+        `slot_use`: of the slots' steps, those that sampled a token. `prefix_hit_rate`: of the prompt tokens that groups
+        needed, those found in the prefix index. `prefill_saved`: of the prompt tokens that every sample would have computed
+        for itself, those that were not.
+        """
+        return {
+            "rollout/slot_use": self.decode_tokens / max(self.slot_steps, 1),
+            "rollout/prefix_hit_rate": self.hit_tokens / max(self.hit_tokens + self.prefill_tokens, 1),
+            "rollout/prefill_saved": 1 - self.prefill_tokens / max(self.prompt_tokens, 1),
+            "rollout/preemptions": self.preemptions,
+        }
 
 
 class Engine:
@@ -80,13 +95,13 @@ class Engine:
         self.programs, self.compiled = build(self.shape, backend, layout), ProgramLog("rollout")
         self.key = jax.random.key(seed)
         self.params, self.version, self.tickets = None, -1, 0
-        self.tables = TableMaker()
         self.controls = SlotControls(arch.vocab_size, (self.replicas, slots), layout, decode_text)
         zeros = lambda dtype: np.zeros((self.replicas, slots), dtype)  # noqa: E731
         self.slots = Slots(
             token=zeros(np.int32), lens=zeros(np.int32), remaining=zeros(np.int32), made=zeros(np.int32),
             request=zeros(np.uint32), temperature=zeros(np.float32), ignore_eos=zeros(bool),
         )  # fmt: skip
+        self.tables = TableMaker(backend.row_pages)
         self.pool = self._make_pool(backend.pool_arrays(num_pages, page_size))
 
     def _make_pool(self, arrays: dict[str, PoolArray]):
@@ -222,9 +237,9 @@ class Engine:
         page = self.shape.page_size
         chunks = [(r, p, *chunk) for r, of_replica in enumerate(batch) for p, chunk in enumerate(of_replica)]
         length = self._padded(max(count for *_, count in chunks))
-        most = bucket(max(map(len, batch)))
+        most = power_of_two(max(map(len, batch)))
         before = max(prefix.cached for _, _, prefix, _ in chunks) // page
-        before = bucket(before) if before else 0
+        before = power_of_two(before) if before else 0
         zeros = lambda *shape: np.zeros((self.replicas, most, *shape), np.int32)  # noqa: E731
         prompts = Prompts(zeros(length), zeros(length), zeros(), zeros(), zeros(length // page), zeros(before))
         for r, p, prefix, count in chunks:
@@ -283,6 +298,7 @@ class Engine:
         self.slots = Slots(*(np.array(x) for x in after))  # writable copies
         self.stats.decode_tokens += int(made.sum())
         self.stats.decode_steps += int(made.max())
+        self.stats.slot_steps += int(made.max()) * made.size
         return [c for at in zip(*np.nonzero(busy), strict=True) if (c := self._advance(at, int(made[at]), out)) is not None]
 
     def _advance(self, at: tuple[int, int], count: int, out: Decoded) -> Completion | None:

@@ -2,7 +2,7 @@
 
 The pool is `{"k", "v"}`, each [R, L * pages, page_size, J, K]: a layer's pages are its block of rows, so one array
 rides in the carry of the scan over layers and is updated in place. Letters as in `jrl.models.attention`; R replicas,
-B slots of a replica, W pages of a slot's table.
+B slots of a replica, N rows of their page tables, W pages of a row.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from jrl.models.arch import Arch
 from jrl.models.attention import NEG_INF, attention, causal_mask
 
 POOL_AXES = ("batch", "pages", None, "act_kv_heads", None)
+ROW_PAGES = 8  # of a row: with longer ones short slots would pay for the longest, with shorter ones there is more to merge
 
 
 def pool_shape(arch: Arch, replicas: int, num_pages: int, page_size: int) -> tuple[int, ...]:
@@ -23,10 +24,13 @@ def pool_shape(arch: Arch, replicas: int, num_pages: int, page_size: int) -> tup
 class Table(NamedTuple):
     """Where the slots' tokens lie. Samples of one prompt share its full pages, and read them together, once for all.
 
+    A slot's own pages are one row or several, so that the work follows what is in the slots and not the longest of them.
     Unused entries of the arrays of pages are 0.
     """
 
-    own: Any  # i32[R, B, W], each slot's pages after those it shares
+    own: Any  # i32[R, N, W], the slots' pages after those they share, slot after slot, each from a new row on
+    owner: Any  # i32[R, N], the slot of each row, B of those that are not used; N is B only where every slot has one
+    start: Any  # i32[R, B], each slot's first row
     skip: Any  # i32[R, B], how many pages it shares
     shared: Any  # i32[R, P, S], pages of the prefixes that several slots have in common; P is 0 where there are none
     members: Any  # i32[R, P, M], the slots that do, any slot where there are fewer than M
@@ -51,13 +55,17 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
     A slot's own values are weighted by a fused multiply and sum rather than a batched matmul: with one query a slot the work
     is reading them once, and on CPU so thin a matmul takes longer. A shared prefix has many queries, and is two matmuls.
     """
-    replicas, slots, width = table.own.shape
-    own = jnp.where(active[..., None], table.own, 0)
-    first = table.skip * page_size  # position of a slot's first own token
-    column = jnp.clip(lens // page_size - table.skip, 0, width - 1)  # beyond it only where a slot is idle
-    page = jnp.take_along_axis(own, column[..., None], axis=-1)[..., 0]  # [R, B]
+    (replicas, rows, width), slots = table.own.shape, lens.shape[1]
+    owner = jnp.minimum(table.owner, slots - 1)
+    of = lambda x: jnp.take_along_axis(x, owner, axis=1)  # noqa: E731  [R, B] to [R, N]
+    own = jnp.where(of(active)[..., None], table.own, 0)
+    place = jnp.maximum(lens // page_size - table.skip, 0) + table.start * width  # of the new token's page among all entries
+    place = jnp.minimum(place, rows * width - 1)  # beyond it only where a slot is idle
+    page = jnp.where(active, jnp.take_along_axis(own.reshape(replicas, -1), place, axis=1), 0)  # [R, B]
     offset = lens % page_size
-    visible = (first[..., None] + jnp.arange(width * page_size) <= lens[..., None])[..., None, None]  # [R, B, s, 1, 1]
+    first = (of(table.skip) + (jnp.arange(rows) - of(table.start)) * width) * page_size  # position of a row's first token
+    visible = (first[..., None] + jnp.arange(width * page_size) <= of(lens)[..., None])[..., None, None]  # [R, N, s, 1, 1]
+    owned = table.owner[:, None] == jnp.arange(slots)[:, None]  # [R, B, N]
     prefixes, shared_width = table.shared.shape[1:]
     common = jnp.take_along_axis(table.skip, table.members[..., 0], axis=1) * page_size  # [R, P] tokens of each prefix
     known = (jnp.arange(shared_width * page_size) < common[..., None])[:, :, None, None, None]  # [R, P, 1, 1, 1, t]
@@ -70,11 +78,14 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
         kv_heads, size = k.shape[-2:]
         q = q.reshape(replicas, slots, kv_heads, -1, size) * size**-0.5  # [R, B, J, G, K]
 
-        shape = (replicas, slots, width * page_size, kv_heads, size)  # [R, B, s, J, K]
+        shape = (replicas, rows, width * page_size, kv_heads, size)  # [R, N, s, J, K]
         keys, values = (read(pool[name], base + own).reshape(shape) for name in ("k", "v"))
-        scores = jnp.einsum("rbjgk,rbsjk->rbsjg", q, keys, preferred_element_type=jnp.float32)
+        q_rows = q if rows == slots else read(q, owner)
+        scores = jnp.einsum("rnjgk,rnsjk->rnsjg", q_rows, keys, preferred_element_type=jnp.float32)
         weights, top, total = _partial(scores, visible, axis=2)
-        out = jnp.sum(weights[..., None] * values[:, :, :, :, None], axis=2)  # [R, B, J, G, K]
+        out = jnp.sum(weights[..., None] * values[:, :, :, :, None], axis=2)  # [R, N, J, G, K]
+        if rows > slots:
+            top, total, out = _merge(owned, owner, top, total, out)
         if prefixes:
             shape = (replicas, prefixes, shared_width * page_size, kv_heads, size)  # [R, P, t, J, K]
             keys, values = (read(pool[name], base + table.shared).reshape(shape) for name in ("k", "v"))
@@ -89,6 +100,24 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
         return (out / total[..., None]).reshape(replicas, slots, -1, size).astype(k.dtype), pool
 
     return attend
+
+
+def _merge(
+    owned: jax.Array, owner: jax.Array, top: jax.Array, total: jax.Array, out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Partial softmaxes of rows to those of the slots that own them.
+
+    The sums are products with `owned`, bool[R, B, N]: additions one row at a time are slow everywhere.
+    """
+    most = jnp.max(jnp.where(owned[..., None, None], top[:, None], NEG_INF), axis=2)  # [R, B, J, G]
+    share = jnp.exp(jnp.minimum(top - jax.vmap(lambda x, index: x[index])(most, owner), 0.0))  # [R, N, J, G]
+
+    def add_up(x):
+        flat = x.reshape(*x.shape[:2], -1)
+        sums = jnp.einsum("rbn,rnf->rbf", owned.astype(x.dtype), flat, precision="highest")
+        return sums.reshape(*sums.shape[:2], *x.shape[2:])
+
+    return most, add_up(total * share), add_up(out * share[..., None])
 
 
 def _to_slots(x: jax.Array, place: jax.Array, none: float) -> jax.Array:

@@ -6,14 +6,18 @@ import numpy as np
 
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.scheduler import Replica, Sample
-from jrl.shapes import bucket
+from jrl.shapes import bucket, power_of_two
 
 
 class TableMaker:
-    """Makes `Table`s; the room for prefixes and their members only grows, so that few programs are compiled."""
+    """Makes `Table`s; the room for prefixes and their members only grows, so that few programs are compiled.
 
-    def __init__(self):
-        self._prefixes = self._members = 0
+    Args:
+      row_pages: the most pages of a row; None for one row a slot, however long.
+    """
+
+    def __init__(self, row_pages: int | None):
+        self._row_pages, self._prefixes, self._members = row_pages, 0, 0
 
     def make(self, replicas: list[Replica]) -> Table:
         """Arrays of NumPy for the samples now in the slots, whose pages have room for the tokens to come."""
@@ -23,13 +27,27 @@ class TableMaker:
         for r, of_replica in enumerate(sets):
             for members, pages in of_replica:
                 skip[r, members] = len(pages)
-        longest = max((len(s.pages) - skip[r, b] for r, replica in enumerate(replicas) for b, s in replica.busy), default=1)
-        own = np.zeros((len(replicas), slots, min(bucket(max(longest, 1)), full)), np.int32)
+        own: list[list[list[int]]] = [[[] for _ in range(slots)] for _ in replicas]
         for r, replica in enumerate(replicas):
             for b, sample in replica.busy:
-                pages = sample.pages[skip[r, b] :]
-                own[r, b, : len(pages)] = pages
-        return Table(own, skip, *self._shared(sets, slots))
+                own[r][b] = sample.pages[skip[r, b] :]
+        return Table(*self._rows(own, full), skip, *self._shared(sets, slots))
+
+    def _rows(self, pages: list[list[list[int]]], full: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`own`, `owner` and `start` of the pages of each replica's slots."""
+        replicas, slots = len(pages), len(pages[0])
+        longest = max(max(map(len, of_slots)) for of_slots in pages)
+        width = min(bucket(max(longest, 1)), full, self._row_pages or full)
+        needed = np.array([[max(-(-len(p) // width), 1) for p in of_slots] for of_slots in pages])
+        count = slots if longest <= width else max(bucket(int(needed.sum(axis=1).max())), slots + 1)
+        start = np.cumsum(needed, axis=1) - needed
+        own = np.zeros((replicas, count * width), np.int32)
+        owner = np.full((replicas, count), slots, np.int32)
+        for r, of_slots in enumerate(pages):
+            owner[r, : needed[r].sum()] = np.repeat(np.arange(slots), needed[r])
+            for begin, of_slot in zip(start[r] * width, of_slots, strict=True):
+                own[r, begin : begin + len(of_slot)] = of_slot
+        return own.reshape(replicas, count, width), owner, start.astype(np.int32)
 
     def _shared(self, sets: list[list[tuple[list[int], list[int]]]], slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         everyone = [one for of_replica in sets for one in of_replica]
@@ -48,11 +66,6 @@ class TableMaker:
                 members[r, p, len(slot_ids) :] = slot_ids[0]
                 place[r, slot_ids] = p * members.shape[-1] + np.arange(len(slot_ids))
         return shared, members, place
-
-
-def power_of_two(n: int) -> int:
-    """The smallest that is at least n: coarser than `bucket`, as these sizes multiply the number of programs."""
-    return 1 << (n - 1).bit_length()
 
 
 def common_prefixes(replica: Replica) -> list[tuple[list[int], list[int]]]:

@@ -129,6 +129,7 @@ class TpuBackend:
     """
 
     name = "tpu"
+    row_pages = None
 
     def __init__(self, arch: Arch, layout: Layout, dtype: Any):
         if jnp.dtype(dtype).name not in DTYPES:

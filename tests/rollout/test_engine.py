@@ -8,6 +8,7 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.rollout import engine as engine_module
+from jrl.rollout.backends import XlaBackend
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.programs import Prompts
 from jrl.rollout.sampler import uniforms
@@ -254,11 +255,38 @@ def test_the_longest_sequence_fits_and_a_longer_one_is_refused(engine, params):
     assert engine.idle
 
 
-@pytest.mark.parametrize("name", ["prefill", "copy", "decode"])
+def test_a_table_in_rows_gives_the_same_tokens(monkeypatch, params):
+    monkeypatch.setattr(XlaBackend, "row_pages", 2)
+    engine = make_engine()
+    sizes, make = [], engine.tables.make
+    monkeypatch.setattr(engine.tables, "make", lambda replicas: sizes.append((t := make(replicas)).own.shape[1]) or t)
+    asked = mixed()
+    assert surprises(params, asked, engine.generate(asked)) == 0
+    assert max(sizes) > 4  # slots of several rows
+
+
+def test_long_tails_leave_few_slots_idle(params):
+    """Responses of 12 tokens and some of 50, in random order: 4 slots are busy as long as samples wait for one."""
+    engine = make_engine()
+    lengths = np.where(np.random.default_rng(3).random(40) < 0.15, 50, 12)
+    engine.submit([Request(prompt(9), 1, int(n), 1.0, 10 * i, True) for i, n in enumerate(lengths)])
+    done = 0
+    while engine.scheduler.pending:
+        done += len(engine.step())
+    until_tail = engine.stats.metrics()["rollout/slot_use"]
+    while not engine.idle:
+        done += len(engine.step())
+    assert done == len(lengths) and until_tail >= 0.85
+    static = sum(lengths) / sum(4 * max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))
+    assert static < 0.7  # what batches that wait for their longest would come to
+
+
+@pytest.mark.parametrize("name", ["prefill", "copy", "decode", "decode with several rows a slot"])
 def test_every_program_updates_the_pool_in_place(name):
     engine = make_engine(num_pages=400)
     rows = lambda *shape: np.zeros((1, *shape), np.int32)  # noqa: E731
-    table = Table(rows(4, 8), rows(4), rows(2, 2), rows(2, 4), rows(4))
+    name, _, several = name.partition(" ")
+    table = Table(rows(9 if several else 4, 8), rows(9 if several else 4), rows(4), rows(4), rows(2, 2), rows(2, 4), rows(4))
     prompts = Prompts(rows(2, 16), rows(2, 16), rows(2), rows(2), rows(2, 2), rows(2, 1))
     arguments = {
         "prefill": (False, engine.params, engine.pool, prompts),

@@ -168,7 +168,8 @@ def unshared(table):
     replicas, slots = table.shape[:2]
     zeros = functools.partial(np.zeros, dtype=np.int32)
     members, shared = zeros((replicas, 0, 1)), zeros((replicas, 0, 1))
-    return Table(table, zeros((replicas, slots)), shared, members, zeros((replicas, slots)))
+    rows = np.tile(np.arange(slots, dtype=np.int32), (replicas, 1))
+    return Table(table, rows, rows, zeros((replicas, slots)), shared, members, zeros((replicas, slots)))
 
 
 def decode(x, lens, table=None):
@@ -215,8 +216,8 @@ def test_a_wrong_page_or_a_wrong_length_is_seen(interpreted):
 
 # The same pages as in TABLE, but with the first two slots' first page in common and the third slot busy without it.
 SHARED = Table(
-    own=np.array([[[2, 9], [3, 1], [8, 0]]]), skip=np.array([[1, 1, 0]]), shared=np.array([[[5, 0]]]),
-    members=np.array([[[1, 0]]]), place=np.array([[1, 0, 2]]),
+    own=np.array([[[2, 9], [3, 1], [8, 0]]]), owner=np.array([[0, 1, 2]]), start=np.array([[0, 1, 2]]),
+    skip=np.array([[1, 1, 0]]), shared=np.array([[[5, 0]]]), members=np.array([[[1, 0]]]), place=np.array([[1, 0, 2]]),
 )  # fmt: skip
 
 

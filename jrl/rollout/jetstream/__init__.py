@@ -1,0 +1,1 @@
+"""JetStream's orchestrator and gRPC server over the paged engine; optional, needs `jrl[jetstream]` and google-jetstream."""

@@ -1,0 +1,40 @@
+"""Page tables of the decode call: every page of every slot once, and no more room than what is used."""
+
+import numpy as np
+import pytest
+
+from jrl.rollout.tables import TableMaker
+
+
+def slots_pages(rng, slots, longest):
+    """Pages of each slot, 1 to a few and one slot with many; ids are distinct."""
+    counts = rng.integers(0, 5, slots)
+    counts[rng.integers(slots)] = longest
+    ids = iter(rng.permutation(np.arange(1, counts.sum() + 1)).tolist())
+    return [[next(ids) for _ in range(n)] for n in counts]
+
+
+@pytest.mark.parametrize("row_pages", [None, 1, 2, 8])
+@pytest.mark.parametrize("longest", [0, 1, 4, 61])
+def test_rows_are_the_slots_pages_in_order(row_pages, longest):
+    rng = np.random.default_rng(longest)
+    pages = [slots_pages(rng, 6, longest) for _ in range(2)]
+    own, owner, start = TableMaker(row_pages)._rows(pages, 64)
+    assert own.shape[:2] == owner.shape and start.shape == (2, 6)
+    for r, of_slots in enumerate(pages):
+        for b, wanted in enumerate(of_slots):
+            mine = own[r][owner[r] == b].reshape(-1)
+            assert mine[: len(wanted)].tolist() == wanted and not mine[len(wanted) :].any()
+            assert np.flatnonzero(owner[r] == b)[0] == start[r, b]  # at least one row, and the first is where it is said
+        assert not own[r][owner[r] == 6].any()
+    if own.shape[1] == 6:
+        assert (owner == np.arange(6)).all()  # what decoding takes for granted where there are no more rows than slots
+
+
+def test_one_long_slot_does_not_make_the_others_wide():
+    pages = [[[1] * 4] * 31 + [[1] * 64]]
+    used = sum(map(len, pages[0]))
+    in_rows, whole = (TableMaker(row_pages)._rows(pages, 64)[0].size for row_pages in (8, None))
+    assert whole == 32 * 64 and in_rows <= 1.5 * (used + 8 * 32)
+    short = TableMaker(8)._rows([[[1] * 4] * 32], 64)[0]
+    assert short.shape == (1, 32, 4)  # and where nobody is long, one row each, no wider than needed
