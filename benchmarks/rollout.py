@@ -1,12 +1,19 @@
-"""Generation alone: prompts x group completions of an exact length; prints one JSON report.
+"""Generation alone: prompts x group completions of exact lengths; prints one JSON report.
 
 python benchmarks/rollout.py --model DIR_OR_GGUF --prompts 4 --group 8 --prompt-tokens 64 --completion-tokens 64 --steps 6
+python benchmarks/rollout.py --prompts 64 --group 1 --completion-tokens 50 --long-tokens 1000 --long-share 0.05 --slots 16
+
+The second is a long-tailed workload: some completions, drawn at random, are much longer than the others.
 """
 
 import time
 
 T0 = time.perf_counter()
+import argparse  # noqa: E402
+from typing import Any  # noqa: E402
+
 import common  # noqa: E402
+import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jrl import platform  # noqa: E402
@@ -17,48 +24,119 @@ from jrl.shapes import default_slots  # noqa: E402
 from jrl.sharding.layout import Layout  # noqa: E402
 
 
+def parse_args() -> argparse.Namespace:
+    p = common.parser(__doc__.splitlines()[0])
+    p.add_argument("--slots", type=int, default=0, help="sequences decoded at once per replica; 0: all, at most 64")
+    p.add_argument("--page-size", type=int, default=16, help="tokens of a page")
+    p.add_argument("--decode-chunk", type=int, default=32, help="tokens between two looks of the host")
+    p.add_argument("--long-tokens", type=int, default=0, help="of the completions that are longer than the others")
+    p.add_argument("--long-share", type=float, default=0.0, help="of them among all groups")
+    return p.parse_args()
+
+
+class Workload:
+    """What is generated at each step: the same prompts and lengths, other random numbers."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any):
+        texts = common.make_texts(tokenizer, args.prompts, args.prompt_tokens, args.text)
+        self.prompts = [np.array(tokenizer.encode(t, add_special_tokens=False), np.int32) for t in texts]
+        long = np.random.default_rng(0).random(args.prompts) < args.long_share
+        self.lengths = np.where(long, args.long_tokens, args.completion_tokens)
+        self.group, self.samples = args.group, args.prompts * args.group
+        self.new_tokens = int(self.lengths.sum()) * args.group
+        self.longest = args.prompt_tokens + int(self.lengths.max())
+
+    def requests(self, step: int, most: int) -> list[Request]:
+        first = step * self.samples
+        return [
+            Request(p, self.group, min(int(n), most), 1.0, first + i * self.group, True)
+            for i, (p, n) in enumerate(zip(self.prompts, self.lengths, strict=True))
+        ]
+
+
+def generate(engine: Engine, params: Any, work: Workload, step: int, most: int = 1 << 30) -> dict[str, Any]:
+    """One run over the workload; every completion cut at `most` tokens."""
+    engine.load(params, step)  # as after an update: prompts cached under other weights are not found
+    engine.reset_stats()
+    requests, began = work.requests(step, most), time.perf_counter()
+    engine.submit(requests)
+    firsts: dict[tuple[int, int], float] = {}
+    done, pages, until_tail = [], [], None
+    while not engine.idle:
+        finished = engine.step()
+        now = time.perf_counter() - began
+        done += finished
+        for c in (*finished, *engine.running()):
+            if len(c.tokens):
+                firsts.setdefault((c.request, c.sample), now)
+        pages.append(max(r.pages.used for r in engine.scheduler.replicas) / (engine.shape.num_pages - 1))
+        if until_tail is None and not engine.scheduler.pending:
+            until_tail = engine.stats.metrics()["rollout/slot_use"]
+    seconds = time.perf_counter() - began
+    assert sorted(len(c.tokens) for c in done) == sorted(r.max_new_tokens for r in requests for _ in range(work.group))
+    return {
+        "seconds": seconds, "first_token_s": list(firsts.values()), "page_use": max(pages), "slot_use_until_tail": until_tail,
+        "stats": engine.stats,
+    }  # fmt: skip
+
+
+def report(
+    args: argparse.Namespace, engine: Engine, params: Any, work: Workload, runs: list[dict], one_token: list[dict]
+) -> dict:
+    seconds, one = [r["seconds"] for r in runs], [r["seconds"] for r in one_token]
+    median, stats = float(np.median(seconds)), runs[-1]["stats"]
+    firsts = np.concatenate([r["first_token_s"] for r in runs])
+    out = {
+        "seconds": common.spread(seconds),
+        "tokens_per_s": round(work.new_tokens / median, 1),
+        "tokens_per_s_best": round(work.new_tokens / min(seconds), 1),
+        "time_to_first_token_s": {f"p{q}": round(float(np.percentile(firsts, q)), 4) for q in (50, 95)},
+        "one_token_call_s": common.spread(one),
+        "slot_use": round(stats.metrics()["rollout/slot_use"], 3),
+        "slot_use_until_tail": round(runs[-1]["slot_use_until_tail"], 3),
+        "page_use": round(max(r["page_use"] for r in runs), 3),
+        "prefill_tokens_saved": round(stats.metrics()["rollout/prefill_saved"], 3),
+        "preemptions": stats.preemptions,
+    }
+    rate, bandwidth = common.matmul_rate(engine.shape.dtype), common.read_bandwidth()
+    flops = common.forward_flops(engine.arch, args.prompts * args.prompt_tokens + work.new_tokens, work.new_tokens)
+    out |= {
+        "matmul_gflops": round(rate / 1e9, 1), "read_gb_per_s": round(bandwidth / 1e9, 1),
+        "fraction_of_matmul_rate": round(flops / median / rate, 3),
+    }  # fmt: skip
+    if work.samples <= len(engine.scheduler.replicas[0].slots) * engine.replicas and not args.long_share:
+        # All slots are busy from the first step to the last, so a step's least time is known.
+        step = (median - float(np.median(one))) / max(args.completion_tokens - 1, 1)
+        read = sum(x.nbytes for x in jax.tree.leaves(params)) / bandwidth
+        multiply = common.forward_flops(engine.arch, work.samples, work.samples) / rate
+        out |= {
+            "decode_step_ms": round(1e3 * step, 2), "limit_read_weights_ms": round(1e3 * read, 2),
+            "limit_multiply_ms": round(1e3 * multiply, 2), "fraction_of_limit": round(max(read, multiply) / step, 3),
+        }  # fmt: skip
+    return out
+
+
 def main() -> None:
-    args, compiling = common.parse_args(__doc__.splitlines()[0]), common.CompileClock()
+    args, compiling = parse_args(), common.CompileClock()
     layout, dtype = Layout.rollout({"replica": -1, "tensor": 1}), platform.compute_dtype("auto")
     model = load_model(args.model, layout)
     platform.configure()
-    n, new = args.prompts * args.group, args.prompts * args.group * args.completion_tokens
+    work = Workload(args, model.tokenizer)
+    params = jax.tree.map(lambda x: x.astype(dtype), model.params)
     engine = Engine(
-        model.arch, layout, slots=default_slots(n, layout.batch_shards), max_tokens=args.prompt_tokens + args.completion_tokens,
-        eos_ids=model.eos_ids, dtype=dtype,
+        model.arch, layout, slots=args.slots or default_slots(work.samples, layout.batch_shards), max_tokens=work.longest,
+        eos_ids=model.eos_ids, page_size=args.page_size, decode_chunk=args.decode_chunk, dtype=dtype,
     )  # fmt: skip
-    texts = common.make_texts(model.tokenizer, args.prompts, args.prompt_tokens, args.text)
-    prompts = [np.array(model.tokenizer.encode(t, add_special_tokens=False), np.int32) for t in texts]
     startup_s = time.perf_counter() - T0
-
-    def run(step: int, tokens: int) -> float:
-        engine.load(model.params, step)  # as after an update: prompts cached under other weights are not found
-        began = time.perf_counter()
-        requests = [Request(p, args.group, tokens, 1.0, step * n + i * args.group, True) for i, p in enumerate(prompts)]
-        done = engine.generate(requests)
-        assert len(done) == n and {len(c.tokens) for c in done} == {tokens}
-        return time.perf_counter() - began
-
-    first = run(0, args.completion_tokens)
-    run(1, 1)
-    engine.reset_stats()
-    full = [run(2 + i, args.completion_tokens) for i in range(args.steps)]
-    stats = engine.stats
-    one = [run(100 + i, 1) for i in range(args.steps)]
-    median, rate = float(np.median(full)), common.matmul_rate(dtype)
-    flops = common.forward_flops(model.arch, args.prompts * args.prompt_tokens + new, new)
+    first = generate(engine, params, work, 0)["seconds"]
+    generate(engine, params, work, 1, most=1)
+    runs = [generate(engine, params, work, 2 + i) for i in range(args.steps)]
+    one_token = [generate(engine, params, work, 100 + i, most=1) for i in range(args.steps)]
     common.emit(
         {
             "benchmark": "rollout",
             "args": vars(args),
-            "seconds": common.spread(full),
-            "tokens_per_s": round(new / median, 1),
-            "tokens_per_s_best": round(new / min(full), 1),
-            "one_token_call_s": common.spread(one),
-            "decode_step_ms": round(1e3 * (median - float(np.median(one))) / max(args.completion_tokens - 1, 1), 2),
-            "prefill_tokens_saved": round(1 - stats.prefill_tokens / max(stats.prompt_tokens, 1), 3),
-            "matmul_gflops": round(rate / 1e9, 1),
-            "fraction_of_matmul_rate": round(flops / median / rate, 3),
+            **report(args, engine, params, work, runs, one_token),
             "startup_s": round(startup_s, 1),
             "first_call_s": round(first, 1),
             "compile_s": round(compiling.seconds, 1),

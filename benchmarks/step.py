@@ -38,7 +38,7 @@ def make_trainer(args) -> Trainer:
 
 
 def main() -> None:
-    args, compiling = common.parse_args(__doc__.splitlines()[0]), common.CompileClock()
+    args, compiling = common.parser(__doc__.splitlines()[0]).parse_args(), common.CompileClock()
     trainer = make_trainer(args)
     states = trainer.run.restore()
     trainer.publish(states)

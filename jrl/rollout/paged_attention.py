@@ -1,8 +1,9 @@
 """The `xla` attention backend: the KV pool's layout, and the attention calls that read and write it.
 
-The pool is `{"k", "v"}`, each [R, L * pages, page_size, J, K]: a layer's pages are its block of rows, so one array
-rides in the carry of the scan over layers and is updated in place. Letters as in `jrl.models.attention`; R replicas,
-B slots of a replica, N rows of their page tables, W pages of a row.
+The pool is `{"k", "v"}`, each [R, L * pages, J, S, K]: a layer's pages are its block of rows, so one array rides in the
+carry of the scan over layers and is updated in place. Within a page each head's tokens lie together, as the products over
+them want it: what is gathered from the pool is multiplied as it lies. Letters as in `jrl.models.attention`; R replicas, B
+slots of a replica, N rows of their page tables, W pages of a row, S tokens of a page.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +14,12 @@ import jax.numpy as jnp
 from jrl.models.arch import Arch
 from jrl.models.attention import NEG_INF, attention, causal_mask
 
-POOL_AXES = ("batch", "pages", None, "act_kv_heads", None)
+POOL_AXES = ("batch", "pages", "act_kv_heads", None, None)
 ROW_PAGES = 8  # of a row: with longer ones short slots would pay for the longest, with shorter ones there is more to merge
 
 
 def pool_shape(arch: Arch, replicas: int, num_pages: int, page_size: int) -> tuple[int, ...]:
-    return (replicas, arch.num_layers * num_pages, page_size, arch.num_kv_heads, arch.head_dim)
+    return (replicas, arch.num_layers * num_pages, arch.num_kv_heads, page_size, arch.head_dim)
 
 
 class Table(NamedTuple):
@@ -32,17 +33,30 @@ class Table(NamedTuple):
     owner: Any  # i32[R, N], the slot of each row, B of those that are not used; N is B only where every slot has one
     start: Any  # i32[R, B], each slot's first row
     skip: Any  # i32[R, B], how many pages it shares
-    shared: Any  # i32[R, P, S], pages of the prefixes that several slots have in common; P is 0 where there are none
+    shared: Any  # i32[R, P, V], pages of the prefixes that several slots have in common; P is 0 where there are none
     members: Any  # i32[R, P, M], the slots that do, any slot where there are fewer than M
     place: Any  # i32[R, B], p * M + m of each slot that is a member; P * M of the others
 
 
-def _partial(scores: jax.Array, visible: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Softmax over some of the keys: weights relative to the largest score, that score, and their sum."""
-    scores = jnp.where(visible, scores, NEG_INF)
-    top = jnp.max(scores, axis=axis, keepdims=True)
-    weights = jnp.where(visible, jnp.exp(scores - top), 0.0)
-    return weights, jnp.squeeze(top, axis), jnp.sum(weights, axis=axis)
+def _over_pages(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Softmax attention over some of the keys, not yet divided by its sum.
+
+    Args:
+      q: [R, N, J, M, K], scaled; M queries of each KV head.
+      keys, values: [R, N, W, J, S, K].
+      visible: bool[R, N, W, S].
+
+    Returns:
+      the largest score and the sum of weights relative to it, both f32[R, N, J, M], and the weighted sum [R, N, J, M, K].
+    """
+    every = jnp.broadcast_to(q[:, :, None], (*keys.shape[:4], *q.shape[-2:]))  # [R, N, W, J, M, K]
+    scores = jnp.einsum("rnwjmk,rnwjsk->rnwjms", every, keys, preferred_element_type=jnp.float32)
+    seen = visible[:, :, :, None, None]  # [R, N, W, 1, 1, S]
+    scores = jnp.where(seen, scores, NEG_INF)
+    top = jnp.max(scores, axis=(2, 5), keepdims=True)
+    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    out = jnp.einsum("rnwjms,rnwjsk->rnwjmk", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return jnp.squeeze(top, (2, 5)), jnp.sum(weights, axis=(2, 5)), jnp.sum(out, axis=2)
 
 
 def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int):
@@ -51,9 +65,6 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
     Args:
       lens: i32[R, B] tokens already in the cache; the new one is written at this position.
       active: bool[R, B]; idle slots write to the null page.
-
-    A slot's own values are weighted by a fused multiply and sum rather than a batched matmul: with one query a slot the work
-    is reading them once, and on CPU so thin a matmul takes longer. A shared prefix has many queries, and is two matmuls.
     """
     (replicas, rows, width), slots = table.own.shape, lens.shape[1]
     owner = jnp.minimum(table.owner, slots - 1)
@@ -64,36 +75,31 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
     page = jnp.where(active, jnp.take_along_axis(own.reshape(replicas, -1), place, axis=1), 0)  # [R, B]
     offset = lens % page_size
     first = (of(table.skip) + (jnp.arange(rows) - of(table.start)) * width) * page_size  # position of a row's first token
-    visible = (first[..., None] + jnp.arange(width * page_size) <= of(lens)[..., None])[..., None, None]  # [R, N, s, 1, 1]
+    visible = first[..., None] + jnp.arange(width * page_size) <= of(lens)[..., None]  # [R, N, W S]
+    visible = visible.reshape(replicas, rows, width, page_size)
     owned = table.owner[:, None] == jnp.arange(slots)[:, None]  # [R, B, N]
-    prefixes, shared_width = table.shared.shape[1:]
+    prefixes, members = table.members.shape[1:]
     common = jnp.take_along_axis(table.skip, table.members[..., 0], axis=1) * page_size  # [R, P] tokens of each prefix
-    known = (jnp.arange(shared_width * page_size) < common[..., None])[:, :, None, None, None]  # [R, P, 1, 1, 1, t]
+    known = jnp.arange(table.shared.shape[-1] * page_size) < common[..., None]  # [R, P, V S]
+    known = known.reshape(*table.shared.shape, page_size)
 
     def attend(layer, q, k, v, pool):
-        write = jax.vmap(lambda rows, row, off, new: rows.at[row, off].set(new.astype(rows.dtype)))
+        write = jax.vmap(lambda rows, row, off, new: rows.at[row, :, off].set(new.astype(rows.dtype)))
         read = jax.vmap(lambda rows, index: rows[index])
         base = layer * num_pages
         pool = {"k": write(pool["k"], base + page, offset, k), "v": write(pool["v"], base + page, offset, v)}
         kv_heads, size = k.shape[-2:]
         q = q.reshape(replicas, slots, kv_heads, -1, size) * size**-0.5  # [R, B, J, G, K]
-
-        shape = (replicas, rows, width * page_size, kv_heads, size)  # [R, N, s, J, K]
-        keys, values = (read(pool[name], base + own).reshape(shape) for name in ("k", "v"))
-        q_rows = q if rows == slots else read(q, owner)
-        scores = jnp.einsum("rnjgk,rnsjk->rnsjg", q_rows, keys, preferred_element_type=jnp.float32)
-        weights, top, total = _partial(scores, visible, axis=2)
-        out = jnp.sum(weights[..., None] * values[:, :, :, :, None], axis=2)  # [R, N, J, G, K]
+        pages = [read(pool[name], base + own) for name in ("k", "v")]  # [R, N, W, J, S, K]
+        top, total, out = _over_pages(q if rows == slots else read(q, owner), *pages, visible)
         if rows > slots:
             top, total, out = _merge(owned, owner, top, total, out)
         if prefixes:
-            shape = (replicas, prefixes, shared_width * page_size, kv_heads, size)  # [R, P, t, J, K]
-            keys, values = (read(pool[name], base + table.shared).reshape(shape) for name in ("k", "v"))
-            scores = jnp.einsum("rpmjgk,rptjk->rpjmgt", read(q, table.members), keys, preferred_element_type=jnp.float32)
-            w, t, z = _partial(scores, known, axis=5)
-            o = jnp.einsum("rpjmgt,rptjk->rpmjgk", w.astype(values.dtype), values, preferred_element_type=jnp.float32)
-            back = lambda x, none: _to_slots(x, table.place, none)  # noqa: E731
-            t, z, o = back(jnp.moveaxis(t, 2, 3), NEG_INF), back(jnp.moveaxis(z, 2, 3), 0.0), back(o, 0.0)
+            pages = [read(pool[name], base + table.shared) for name in ("k", "v")]  # [R, P, V, J, S, K]
+            together = jnp.moveaxis(read(q, table.members), 2, 3)  # [R, P, J, M, G, K]
+            parts = _over_pages(together.reshape(replicas, prefixes, kv_heads, -1, size), *pages, known)
+            alone = lambda x: jnp.moveaxis(x.reshape(*x.shape[:3], members, -1, *x.shape[4:]), 3, 2)  # noqa: E731
+            t, z, o = (_to_slots(alone(x), table.place, none) for x, none in zip(parts, (NEG_INF, 0.0, 0.0), strict=True))
             most = jnp.maximum(top, t)
             a, b = jnp.exp(top - most), jnp.exp(t - most)
             total, out = total * a + z * b, out * a[..., None] + o * b[..., None]
@@ -146,13 +152,13 @@ def prefill_attend(table: jax.Array, prior: jax.Array, start: jax.Array, lens: j
         split = lambda x: x.reshape(replicas, prompts, length, *x.shape[-2:])  # noqa: E731
         write = jax.vmap(lambda rows, row, new: rows.at[row].set(new.astype(rows.dtype)))
         read = jax.vmap(lambda rows, index: rows[index])
-        pages = lambda x: x.reshape(replicas, prompts, width, page_size, *x.shape[-2:])  # noqa: E731
+        pages = lambda x: x.reshape(replicas, prompts, width, page_size, *x.shape[-2:]).swapaxes(3, 4)  # noqa: E731
         base = layer * num_pages
         pool = {"k": write(pool["k"], base + table, pages(k)), "v": write(pool["v"], base + table, pages(v))}
         blocks = [(split(k), split(v), mask)]
         if prior.shape[-1]:
-            cached = (read(pool[n], base + prior).reshape(replicas, prompts, -1, *k.shape[-2:]) for n in ("k", "v"))
-            blocks.append((*cached, seen))
+            cached = (read(pool[n], base + prior).swapaxes(3, 4) for n in ("k", "v"))  # [R, P, W, S, J, K]
+            blocks.append((*(x.reshape(replicas, prompts, -1, *k.shape[-2:]) for x in cached), seen))
         return attention(split(q), blocks).reshape(q.shape), pool
 
     return attend
