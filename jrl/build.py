@@ -129,8 +129,8 @@ def copy_params(params, shardings):
 
 
 def make_critic(model: LoadedModel, critic: Learner, params) -> Any:
-    """A critic that starts from the policy's backbone, on the critic's mesh."""
-    return copy_params(decoder.critic_from_policy(model.arch, params), critic.param_shardings)
+    """A critic that starts from a copy of the policy's backbone, on the critic's mesh."""
+    return reshard(decoder.critic_from_policy(model.arch, params), critic.param_shardings)
 
 
 def load_data(config, train_data: Any, eval_data: Any) -> tuple[list, list]:

@@ -122,6 +122,7 @@ class Checkpointer:
         for candidate in (step,) if step is not None else reversed(self.steps()):
             found = self._try_to_read(candidate, abstract_state)
             if not isinstance(found, str):
+                self._written.add(candidate)  # what is on disk is what this run would write
                 return candidate, *found
             if step is not None:
                 raise UserError(f"checkpoint: step {step} in {self.directory} is not whole ({found})")

@@ -174,7 +174,7 @@ class Learner:
         metrics |= {"grad_norm": norm, "lr": float(self.schedule(state.step)), "skipped": 0.0 if np.isfinite(norm) else 1.0}
         # Decided on the host: a choice inside the program would keep old and new state side by side.
         step = self._apply if np.isfinite(norm) else self._skip
-        return step(state, gradients), metrics
+        return jax.block_until_ready(step(state, gradients)), metrics  # so that timers tell the truth
 
     def _apply_gradients(self, state: TrainState, gradients) -> TrainState:
         updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)

@@ -7,10 +7,12 @@ hf/, the trained model as `transformers` reads it.
 import itertools
 import json
 import logging
+import os
 import pathlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from jrl import config as config_lib
 from jrl.algorithms.value_loss import explained_variance
 from jrl.build import Parts
 from jrl.checkpoint import Checkpointer
+from jrl.errors import UserError
 from jrl.learner import Learner
 from jrl.metrics import MetricsWriter, Timers, response_metrics, stats
 from jrl.models.hf import save_hf
@@ -27,6 +30,8 @@ from jrl.samples import SampleWriter
 from jrl.types import Batch
 
 log = logging.getLogger("jrl")
+
+MADE_BY_RUNS = ("config.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "result.json")
 
 
 class Interrupted(Exception):
@@ -40,14 +45,15 @@ class Run:
       step: steps completed.
       samples: sequences sampled so far, which numbers the random draws.
       before: the metrics of the evaluation at the start.
+      last_eval: those of the latest one, and the step that it was made at.
     """
 
     def __init__(self, config, parts: Parts):
         self.config, self.parts = config, parts
-        self.directory = pathlib.Path(config.run_dir)
-        self.step, self.samples, self.seconds = 0, 0, 0.0
+        self.directory = run_directory(config.run_dir)
+        self.step, self.samples, self.seconds, self.earlier = 0, 0, 0.0, 0.0
         self.before: dict[str, float] = {}
-        self.last_eval: dict[str, float] = {}
+        self.last_eval: tuple[int, dict[str, float]] = (-1, {})
         self.timers = Timers()
         self._sampled: list[Batch] = []
         self._committed: dict[str, Any] = {}
@@ -101,7 +107,7 @@ class Run:
         else:
             self.step, states, extra = found
             self.samples, self.seconds, self.before = extra["samples"], extra["seconds"], extra["before"]
-            self.last_eval = extra["last_eval"]
+            self.earlier = extra["elapsed"]
             p.stream.restore(extra["stream"])
             log.info("resumed at step %d", self.step)
         p.initial_params = None
@@ -120,9 +126,14 @@ class Run:
     def _commit(self) -> None:
         """Takes note of where the finished steps have led; a checkpoint of an interrupted step goes back to here."""
         self._committed = {
-            "samples": self.samples, "seconds": self.seconds, "before": self.before, "last_eval": self.last_eval,
+            "samples": self.samples, "seconds": self.seconds, "elapsed": self.elapsed, "before": self.before,
             "stream": self.parts.stream.state(),
         }  # fmt: skip
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the whole run, those of the processes that it is resumed from included."""
+        return self.earlier + time.perf_counter() - self._began
 
     # During ----------------------------------------------------------------------------------------------------------------
 
@@ -146,8 +157,7 @@ class Run:
         self.metrics.log(step, metrics)
         if self.sample_log:
             for sampled in self._sampled:
-                kept = batch if len(self._sampled) == 1 and len(batch) == len(sampled) else None
-                self.sample_log.write(step, sampled, None if kept is None else kept.advantages)
+                self.sample_log.write(step, sampled, advantages_of(batch, sampled))
         every = self.config.log.print_samples_every
         if every and (step + 1) % every == 0:
             first = self._sampled[0]
@@ -161,13 +171,17 @@ class Run:
         """Writes and returns held-out accuracy: the first reward function's mean."""
         name = next(iter(greedy.reward_parts))
         source = self.config.data.eval or self.config.data.train
-        result = {"greedy": float(greedy.reward_parts[name].mean())}
-        if sampled is not None:
-            result["accuracy"] = float(sampled.reward_parts[name].mean())
-        self.last_eval = result
-        shown = {f"val-core/{source}/{name}/greedy@1": result["greedy"]}
-        if sampled is not None:
-            shown[f"val-core/{source}/{name}/mean@{self.config.eval.samples}"] = result["accuracy"]
+        result, shown, failed = {}, {}, 0
+        for key, label, batch in (("greedy", "greedy@1", greedy), ("accuracy", f"mean@{self.config.eval.samples}", sampled)):
+            if batch is None:
+                continue
+            failed += int((~batch.valid).sum())
+            if batch.valid.any():  # a sample whose reward failed is neither right nor wrong
+                result[key] = shown[f"val-core/{source}/{name}/{label}"] = float(batch.reward_parts[name][batch.valid].mean())
+        if failed:
+            log.warning("evaluation: the reward of %d samples failed; they are left out", failed)
+            shown["reward/failed"] = failed
+        self.last_eval = self.step, result
         self.metrics.log_eval(self.step, shown)
         return result
 
@@ -181,7 +195,8 @@ class Run:
     def save(self, states: dict[str, Any]) -> None:
         """A checkpoint of the last finished step; the writing goes on in the background."""
         with self.timers("save_checkpoint"):
-            metric = self.last_eval.get("accuracy", self.last_eval.get("greedy"))
+            step, scores = self.last_eval
+            metric = scores.get("accuracy", scores.get("greedy")) if step == self.step else None
             self.checkpoints.save(self.step, states, self._committed, metric)
 
     def leave(self, states: dict[str, Any], why: Interrupted) -> dict[str, Any]:
@@ -192,15 +207,21 @@ class Run:
         log.warning("%s: saved step %d in %s; continue with --config.resume=True", why, self.step, self.directory)
         return {"interrupted": str(why), "steps": self.step, "run_dir": str(self.directory)}
 
-    def finish(self, states: dict[str, Any], after: dict[str, float]) -> dict[str, Any]:
-        """The last checkpoint, the export and the report; returns the summary."""
+    def finish(self, states: dict[str, Any], evaluate: Callable[[], dict[str, float]]) -> dict[str, Any]:
+        """The last evaluation, checkpoint, export and report; returns the summary."""
+        try:
+            after = evaluate()
+        except Exception:  # whatever went wrong, it shall not cost the weights
+            self.save(states)
+            self.checkpoints.wait()
+            raise
         self._commit()
         self.save(states)
         self.checkpoints.wait()
         export = None
         if self.config.export.hf:
             export = str(self.directory / "hf")
-            save_hf(export, self.parts.arch, states["policy"].params, self.parts.tokenizer)
+            save_hf(export, self.parts.arch, states["policy"].params, self.parts.tokenizer, self.parts.engine.shape.eos_ids)
         result = {
             "task": self.config.data.train,
             "accuracy_before": self.before.get("accuracy"),
@@ -208,7 +229,7 @@ class Run:
             "greedy_before": self.before.get("greedy"),
             "greedy_after": after.get("greedy"),
             "steps": self.step,
-            "seconds": round(time.perf_counter() - self._began, 1),
+            "seconds": round(self.elapsed, 1),
             "samples_per_s": round(self.samples / self.seconds, 3) if self.seconds else None,
             "export": export,
         }
@@ -223,13 +244,40 @@ class Run:
             self.sample_log.close()
 
 
+def run_directory(path: str) -> pathlib.Path:
+    """The directory that a run may use; nothing is written.
+
+    Raises:
+      UserError: it is no directory, cannot be made, or holds files of something else than a run.
+    """
+    directory = pathlib.Path(path).expanduser()
+    there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"config.run_dir={path}: {there} is not a directory that can be written to; choose another")
+    if there == directory and any(directory.iterdir()) and not any((directory / name).exists() for name in MADE_BY_RUNS):
+        raise UserError(f"config.run_dir={path}: holds files that are no run's; give a new or an empty directory")
+    return directory
+
+
 def _set_aside(directory: pathlib.Path) -> None:
     """Renames an earlier run's directory to NAME.1, NAME.2, ...: a new run starts empty, and nothing is lost."""
     if not directory.exists() or not any(directory.iterdir()):
         return
+    directory = directory.absolute()
     number = next(i for i in itertools.count(1) if not directory.with_name(f"{directory.name}.{i}").exists())
     directory.rename(directory.with_name(f"{directory.name}.{number}"))
     log.info("%s held a run; it is now %s.%d (to continue one: --config.resume=True)", directory, directory, number)
+
+
+def advantages_of(batch: Batch, sampled: Batch) -> np.ndarray:
+    """f32[N, T] for the sequences that were sampled, NaN for those that did not get into the training batch."""
+    n, width = sampled.rollout.tokens.shape
+    out = np.full((n, width), np.nan, np.float32)
+    for group in np.unique(sampled.rollout.group_ids):
+        rows = batch.rollout.group_ids == group
+        if rows.any():  # groups are kept or dropped whole, in order
+            out[sampled.rollout.group_ids == group] = batch.advantages[rows, :width]
+    return out
 
 
 def batch_metrics(batch: Batch, sampled: list[Batch], config) -> dict[str, float]:
@@ -240,7 +288,7 @@ def batch_metrics(batch: Batch, sampled: list[Batch], config) -> dict[str, float
     groups = lambda b: len(np.unique(b.rollout.group_ids))  # noqa: E731
     metrics = {
         **stats("critic/score", rewards[valid]),
-        **stats("critic/rewards", batch.rewards[batch.valid]),
+        **stats("critic/rewards", batch.penalized[batch.valid]),
         **stats("critic/advantages", batch.advantages[batch.loss_mask]),
         **response_metrics(np.concatenate([b.rollout.response_lens for b in sampled]), config.rollout.max_new_tokens),
         **stats("prompt_length", np.concatenate([b.rollout.prompt_lens for b in sampled])),
@@ -250,6 +298,6 @@ def batch_metrics(batch: Batch, sampled: list[Batch], config) -> dict[str, float
     }
     if batch.values is not None:
         mask = batch.loss_mask
-        metrics |= stats("critic/values", batch.values[mask])
+        metrics |= stats("critic/values", batch.values[mask]) | stats("critic/returns", batch.returns[mask])
         metrics["critic/vf_explained_var"] = float(explained_variance(batch.values, batch.returns, mask))
     return metrics

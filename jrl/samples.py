@@ -27,7 +27,7 @@ class SampleWriter:
         """Appends all sequences of a batch. A step may write several batches, their group ids distinct.
 
         Args:
-          advantages: f32[N, T], or None for sequences that were not trained on.
+          advantages: f32[N, T], NaN in the rows of sequences that were not trained on; None where none was.
         """
         self._file.write(rows(step, batch, advantages))
 
@@ -56,15 +56,17 @@ def rows(step: int, batch: Batch, advantages: np.ndarray | None = None) -> Itera
             "logprobs": _rounded(r.logprobs[i, response]),
             "reward": float(batch.rewards[i]),
             "reward_parts": {name: float(part[i]) for name, part in batch.reward_parts.items()},
-            "advantage": None if advantages is None else round(_mean(advantages[i], batch.loss_mask[i]), 5),
+            "advantage": None if advantages is None else _mean(advantages[i], batch.loss_mask[i]),
             "stop_reason": str(r.stop_reasons[i]),
             "version": min(r.versions[i, response].tolist(), default=None),
             "valid": bool(batch.valid[i]),
         }
 
 
-def _mean(x: np.ndarray, mask: np.ndarray) -> float:
-    return float(np.mean(x[mask], dtype=np.float64)) if mask.any() else 0.0
+def _mean(x: np.ndarray, mask: np.ndarray) -> float | None:
+    if np.isnan(x).all():
+        return None
+    return round(float(np.mean(x[mask], dtype=np.float64)), 5) if mask.any() else 0.0
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from jrl.algorithms.kl import kl
 from jrl.build import Parts, build
 from jrl.data import Prompt
 from jrl.rollout.scheduler import Request
-from jrl.run import Interrupted, Run
+from jrl.run import Interrupted, Run, run_directory
 from jrl.sharding.reshard import reshard
 from jrl.types import Batch, Rollout, concatenate, make_rollout, take
 
@@ -46,13 +46,14 @@ class Trainer:
         config = config_lib.with_python_data(config, train_data is not None, eval_data is not None)
         config_lib.validate(config)
         self.config = config
+        run_directory(config.run_dir)  # a mistake there should not wait for the model
         self.parts: Parts = build(config, reward, train_data, eval_data)
         self.run = Run(config, self.parts)
 
     @classmethod
     def from_pretrained(cls, path: str, config: Any = "configs/gsm8k_grpo.py", **options: Any) -> "Trainer":
         """A trainer of the model at `path` (directory, hub id or GGUF file) by a config or the name of a config file."""
-        config = config_lib.load(config, {}) if isinstance(config, str) else config
+        config = config_lib.load(config, {}) if isinstance(config, str) else config.copy_and_resolve_references()
         config.model.path = path
         return cls(config, **options)
 
@@ -78,7 +79,7 @@ class Trainer:
                         self.evaluate()
                     run.save_if_due(states)
                     run.check()
-                return run.finish(states, self.evaluate())
+                return run.finish(states, self.evaluate)
             except Interrupted as why:
                 self.parts.engine.abort()
                 return run.leave(states, why)
@@ -126,8 +127,14 @@ class Trainer:
         mine = np.empty(len(rollout), object)
         mine[:] = [prompts[i] for i in rollout.prompt_index]
         texts = np.array([decode(tokens, skip_special_tokens=True) for tokens in rollout.responses()], object)
-        result = self.parts.rewards.score_prompts(list(mine), list(texts))
-        return Batch(rollout, mine, texts, result.total, result.valid, result.parts)
+        at_once = self.config.rollout.prompts_per_step * self.config.rollout.group_size  # as many as the deadline is meant for
+        results = [
+            self.parts.rewards.score_prompts(list(mine[i : i + at_once]), list(texts[i : i + at_once]))
+            for i in range(0, len(rollout), at_once)
+        ]
+        join = lambda values: np.concatenate(list(values))  # noqa: E731
+        parts = {name: join(r.parts[name] for r in results) for name in results[0].parts}
+        return Batch(rollout, mine, texts, join(r.total for r in results), join(r.valid for r in results), parts)
 
     def advantages(self, states: dict, batch: Batch) -> Batch:
         """Rewards to advantages: relative to the group (GRPO), or estimated over the critic's values (PPO)."""
@@ -158,7 +165,7 @@ class Trainer:
                 advantages = jnp.where(mask, each[:, None], 0.0)
         return dataclasses.replace(
             batch, advantages=np.asarray(advantages, np.float32), old_logprobs=old, ref_logprobs=ref, values=values,
-            returns=None if returns is None else np.asarray(returns),
+            returns=None if returns is None else np.asarray(returns), penalized=np.asarray(rewards.sum(axis=1)),
         )  # fmt: skip
 
     # update -> publish -------------------------------------------------------------------------------------------------
@@ -216,8 +223,10 @@ class Trainer:
     # evaluation ----------------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy: the mean of `eval.samples` at the training temperature, and greedy."""
+        """Held-out accuracy: the mean of `eval.samples` at the training temperature, and greedy; nothing without such data."""
         p, samples, drawn = self.parts, self.config.eval.samples, self.run.samples
+        if not p.eval_prompts:
+            return {}
         self.run.samples = p.first_eval_sample  # the same random numbers every time, and none of the training's
         with self.run.timers("testing"):
             sampled = self.score(p.eval_prompts, self.generate(p.eval_prompts, samples)) if samples else None

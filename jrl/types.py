@@ -73,6 +73,7 @@ class Batch:
     ref_logprobs: Any = None  # f32[N, T]
     values: Any = None  # f32[N, T], the critic's, before its first update of the step
     returns: Any = None  # f32[N, T]
+    penalized: Any = None  # f32[N], rewards less the KL penalty of the sequence, where that is part of the reward
 
     @property
     def loss_mask(self) -> np.ndarray:

@@ -12,6 +12,7 @@ import pytest
 from jrl import Trainer, UserError
 from jrl.algorithms.kl import kl
 from jrl.config import KEYS, load
+from jrl.run import run_directory
 from jrl.sharding.digest import digest
 from tests.runs import RUN, TINY, a_run, assert_same_runs, command, digests, lines, sampled, start, trained
 
@@ -89,6 +90,8 @@ def test_the_export_is_the_trained_model(finished):
     model = AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
     config = load(TINY, {"run_dir": str(folder.parent / "again")})
     trainer = Trainer.from_pretrained(str(folder / "hf"), config=config)
+    assert config.model.path != str(folder / "hf")  # the caller's config is left as it was
+    assert model.generation_config.eos_token_id == trainer.parts.tokenizer.eos_token_id
     states = {"policy": trainer.parts.policy.init_state(trainer.parts.initial_params)}
     trainer.publish(states)
     rollout = trainer.generate(trainer.parts.stream.next(4), 2)
@@ -196,6 +199,9 @@ def test_dynamic_sampling_refills_until_the_batch_is_full(tmp_path):
     for step, told in enumerate(metrics):
         mine = [r for r in rows if r["step"] == step]
         groups = {r["group"] for r in mine}
+        taught = [r for r in mine if r["advantage"] is not None]
+        assert len(taught) == 16 and any(r["advantage"] for r in taught)
+        assert all(len({r["reward"] for r in taught if r["group"] == g}) > 1 for g in {r["group"] for r in taught})
         assert len(mine) == 4 * len(groups) > 16  # every draw is written, under numbers of its own
         assert told["rollout/groups_kept"] == pytest.approx(4 / len(groups))
     assert len({r["uid"] for r in rows}) == len(rows) // 4  # no prompt was asked twice
@@ -252,6 +258,40 @@ def test_a_dataset_and_a_function_in_place_of_config_keys(tmp_path):
     assert set(seen) <= set(range(-1, 12)) and len(set(seen)) == 9 and seen.count(-1) == 2 * 2
 
 
+def test_a_run_without_held_out_data_learns_all_the_same(tmp_path):
+    settings = SHORT | {"data__eval": "", "data__eval_size": 0, "steps": 1}
+    result = a_run(tmp_path / "run", **settings).train()
+    assert result["steps"] == 1 and result["accuracy_after"] is None and digests(tmp_path / "run", 1)
+
+
+def test_a_failing_last_evaluation_does_not_cost_the_weights(tmp_path, monkeypatch):
+    trainer = a_run(tmp_path / "run", **(SHORT | {"steps": 1, "eval__at_start": False}))
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(trainer, "evaluate", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert digests(tmp_path / "run", 1)
+
+
+def test_a_score_belongs_to_the_checkpoint_that_was_evaluated(tmp_path, monkeypatch):
+    trainer = a_run(tmp_path / "run", **{"steps": 4, "eval__every_steps": 2, "checkpoint__every_steps": 1})
+    saved, save = {}, trainer.run.checkpoints.save
+    monkeypatch.setattr(trainer.run.checkpoints, "save", lambda step, *a: saved.update({step: a[-1]}) or save(step, *a))
+    trainer.train()
+    assert [saved[step] is None for step in (1, 2, 3, 4)] == [True, False, True, False]
+
+
+def test_resuming_a_finished_run_copies_nothing(tmp_path):
+    a_run(tmp_path / "run", **SHORT).train()
+    before = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    seconds = json.loads((tmp_path / "run" / "result.json").read_text())["seconds"]
+    assert a_run(tmp_path / "run", resume=True, **SHORT).train()["seconds"] > seconds  # of the whole run
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == before
+
+
 # Bad rewards, bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +312,12 @@ def test_a_bad_reward_costs_its_samples_and_not_the_run(tmp_path, caplog, kind):
     assert sum(not r["valid"] for r in rows) == 2 * failed
     assert all(r["advantage"] == 0 for r in rows if not r["valid"])
     assert caplog.records
+    told = [m for m in lines(tmp_path / "run" / "metrics.jsonl") if m["kind"] == "eval"][-1]
+    scores = [v for name, v in told.items() if name.startswith("val-core/")]
+    assert told["reward/failed"] > 0 and bool(scores) == (kind == "is nan")  # a sample without a reward is not a wrong one
+    if scores:
+        held_out = result["accuracy_after"]
+        assert held_out == min(scores) or held_out == max(scores)
 
 
 @pytest.mark.parametrize(
@@ -297,11 +343,26 @@ def test_bad_input_is_one_line_and_leaves_an_earlier_run_alone(tmp_path, changes
     files = {"BROKEN": str(tmp_path / "broken.jsonl"), "FEW": str(tmp_path / "few.jsonl")}
     changes = {k: files.get(v, v) if isinstance(v, str) else v for k, v in changes.items()}
     if "data__train" in changes:
-        changes |= {"data__options": {}, "data__eval_size": 0}
+        changes |= {"data__options": {}, "data__eval_size": 0, "eval__every_steps": 0}
     with pytest.raises(UserError) as error:
         a_run(tmp_path / "run", "", **changes)
     assert all(part in str(error.value) for part in parts), str(error.value)
     assert earlier.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file", "something else", "home"])
+def test_the_directory_of_a_run_is_looked_at_first(tmp_path, monkeypatch, kind):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("precious")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if kind == "home":
+        assert run_directory("~/runs/x") == tmp_path / "runs" / "x"
+        return
+    path = tmp_path / {"a file": "file", "below a file": "file/run", "something else": "data"}[kind]
+    with pytest.raises(UserError, match=f"config.run_dir={path}"):
+        a_run(path)
+    assert (tmp_path / "file").read_text() == (tmp_path / "data" / "train.jsonl").read_text() == "precious"
 
 
 def test_resuming_with_other_data_is_refused(tmp_path):

@@ -250,7 +250,9 @@ def logits(arch: Arch, params: Params, hidden: jax.Array) -> jax.Array:
 def value_head(params: Params, hidden: jax.Array) -> jax.Array:
     """float32 values [...] of hidden states [..., D]; `params` is the critic's dict."""
     w = params["value"]
-    return (hidden.astype(jnp.float32) @ w["kernel"])[..., 0] + w["bias"][0]
+    # Accelerators would round both sides to fewer bits, and returns differ by little.
+    values = jnp.matmul(hidden.astype(jnp.float32), w["kernel"], precision=jax.lax.Precision.HIGHEST)
+    return values[..., 0] + w["bias"][0]
 
 
 def critic_from_policy(arch: Arch, params: Params) -> Params:

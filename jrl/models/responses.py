@@ -78,13 +78,14 @@ def token_logprobs(
         logits = decoder.logits(arch, params, states) / temperature
         logits = constrain(logits, ("batch", "length", "act_vocab"))
         top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-        exps = jnp.exp(logits - top)
+        shifted = logits - top  # what follows is small where probable, so rounded products lose little
+        exps = jnp.exp(shifted)
         total = jnp.sum(exps, axis=-1)
-        normalizer = jnp.log(total) + top[..., 0]
-        picked = jnp.take_along_axis(logits, targets, axis=-1)[..., 0]
+        normalizer = jnp.log(total)
+        picked = jnp.take_along_axis(shifted, targets, axis=-1)[..., 0]
         # Entropy is log Z - E[logit]. The expectation is a product with a column of ones: XLA on CPU runs the plain sum of a
         # product ten times slower.
-        expected = flat_matmul(exps * logits, jnp.ones((logits.shape[-1], 1), logits.dtype))[..., 0] / total
+        expected = flat_matmul(exps * shifted, jnp.ones((logits.shape[-1], 1), logits.dtype))[..., 0] / total
         return picked - normalizer, normalizer - expected
 
     out = jax.lax.map(one_chunk, (split(hidden), split(tokens[..., None])))
