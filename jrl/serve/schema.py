@@ -18,6 +18,7 @@ from pydantic import Field
 from jrl.errors import UserError
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scheduler import Request
+from jrl.serve.text import prompt_ids
 
 MAX_STOPS = 16  # stop strings of one request
 MAX_STOP_CHARACTERS = 1024  # of one of them; each token is compared with a text of this length
@@ -210,7 +211,7 @@ class Encoder:
         given: Any = body.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
-        prompts = [self._encode(p) if isinstance(p, str) else p for p in given]
+        prompts = [prompt_ids(self.tokenizer, p) if isinstance(p, str) else p for p in given]
         wanted = DEFAULT_NEW_TOKENS if body.max_tokens is None else body.max_tokens
         # What echoes a prompt alone still decodes one token, which the answer leaves out.
         return self._requests(body, prompts, max(wanted, 1), "prompt", prompt_logprobs=body.echo and body.scored)
@@ -225,13 +226,6 @@ class Encoder:
         if wanted is None:  # as many as there is room for
             wanted = max(min(self.limits.new_tokens, self.limits.sequence_tokens - len(prompt)), 1)
         return self._requests(body, [prompt], wanted, "messages")
-
-    def _encode(self, text: str) -> list[int]:
-        """The tokens of a text, with the BOS that the tokenizer puts before it and without an EOS that it may add."""
-        ids = self.tokenizer(text)["input_ids"]
-        plain = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        added_eos = len(ids) > len(plain) and ids[-1] == self.tokenizer.eos_token_id != (plain or [None])[-1]
-        return ids[:-1] if added_eos else ids
 
     def _render(self, body: ChatBody) -> list[int]:
         if not self.tokenizer.chat_template:

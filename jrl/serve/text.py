@@ -1,4 +1,4 @@
-"""Token ids to text, all at once or as they come: a character is given out when its last byte is there."""
+"""Text to token ids, and back: all at once or as they come, a character when its last byte is there."""
 
 import dataclasses
 import functools
@@ -7,6 +7,14 @@ from typing import Any
 
 UNFINISHED = "\ufffd"  # what bytes decode to that are no character, or none yet
 MOST_UNFINISHED = 32  # tokens that may wait for a character to be completed; decoding them again and again is not free
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text, with the BOS that the tokenizer puts before it and without an EOS that it may add."""
+    ids = tokenizer(text)["input_ids"]
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    added_eos = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id != (plain or [None])[-1]
+    return ids[:-1] if added_eos else ids
 
 
 def make_decode(tokenizer: Any) -> Callable[[Sequence[int]], str]:

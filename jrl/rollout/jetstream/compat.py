@@ -8,7 +8,10 @@ faults. All of them are put right within JetStream's own modules; `jax`, and the
 - `orchestrator` turns the root logger to DEBUG and has it write to stdout: both are undone.
 - `orchestrator.delete_pytree` calls `jax.tree_map`, which no longer exists.
 - `orchestrator.JetThread` kills the process when a thread fails: now the failure is logged, and the driver is not live any more.
-- `token_utils.pad_tokens` fails for a list of ids that needs no BOS, and with it the driver.
+- `token_utils.pad_tokens` fails for a list of ids that wants no BOS, and with it the driver; and ids that clients send get a BOS
+  whatever the tokenizer says. Now they get none where the tokenizer's `bos_id` is None.
+- `async_multifuture` fails where the event loop of whoever asked is closed, be it just after the last token, and with it the
+  driver: now nobody is told.
 - Text is joined from the texts of single tokens, and only tokens of one byte may be part of a character. Here the bytes that
   are no characters by themselves are surrogates, as Python's "surrogateescape" makes them, and any number of them may be.
 """
@@ -77,6 +80,7 @@ try:
     with _seqio_present(), _root_logger_kept():
         from jetstream.core import config_lib, orchestrator, server_lib
         from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+        from jetstream.core.utils.async_multifuture import AsyncMultifuture
         from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 except ModuleNotFoundError as error:
     raise UserError(f"serving with JetStream needs the package {error.name}; {REMEDY}") from None
@@ -110,8 +114,22 @@ class DriverThread(threading.Thread):
             self.driver.live = False
 
 
-def _accept_lists(pad: Callable) -> Callable:
-    return lambda tokens, *args, **options: pad(np.asarray(tokens, np.int32), *args, **options)
+def _without_bos(pad: Callable) -> Callable:
+    def pad_tokens(tokens: Any, bos_id: int | None, pad_id: int, is_bos: bool = True, **options: Any) -> Any:
+        return pad(np.asarray(tokens, np.int32), bos_id, pad_id, is_bos=is_bos and bos_id is not None, **options)
+
+    return pad_tokens
+
+
+def _unless_closed(tell: Callable) -> Callable:
+    def method(future: Any, *args: Any) -> None:
+        try:
+            tell(future, *args)
+        except RuntimeError:
+            if not future._loop.is_closed():
+                raise
+
+    return method
 
 
 def ends_unfinished(text: str) -> bool:
@@ -125,5 +143,7 @@ def join_tokens(texts: Iterable[str]) -> str:
 
 
 orchestrator.delete_pytree, orchestrator.JetThread = delete_pytree, DriverThread
-token_utils.pad_tokens = _accept_lists(token_utils.pad_tokens)
+token_utils.pad_tokens = _without_bos(token_utils.pad_tokens)
+AsyncMultifuture.add_result = _unless_closed(AsyncMultifuture.add_result)
+AsyncMultifuture.set_exception = _unless_closed(AsyncMultifuture.set_exception)
 token_utils.is_byte_token, token_utils.text_tokens_to_str = ends_unfinished, join_tokens

@@ -1,8 +1,7 @@
 """A `transformers` tokenizer as JetStream wants one.
 
 The ids of a text are those that the native server feeds for it: with a BOS where the tokenizer puts one, and none where it
-does not. JetStream itself puts a BOS before whatever is not the continuation of a session. So this tokenizer's BOS is a mark,
-which the engine takes off again, and ids that a client sends are fed as they are.
+does not. Ids that a client sends are fed as they are. JetStream would put a BOS before both, but this tokenizer names none.
 
 The text of a response is joined from the texts of its tokens. It is the text that the native server gives, but for what a
 tokenizer does across tokens: one with SentencePiece's vocabulary drops the space at the start of a text, here it stays.
@@ -16,17 +15,7 @@ import jax
 import numpy as np
 
 from jrl.rollout.jetstream.compat import token_utils, tokenizer_api
-from jrl.serve.text import Pieces
-
-BOS_MARK = -1  # no token's id
-
-
-def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text, with the BOS that the tokenizer puts before it and without an EOS that it may add."""
-    ids = tokenizer(text)["input_ids"]
-    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-    added_eos = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id != (plain or [None])[-1]
-    return ids[:-1] if added_eos else ids
+from jrl.serve.text import Pieces, prompt_ids
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
@@ -61,8 +50,8 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         """
         ids = prompt_ids(self._tokenizer, s) if is_bos else self._tokenizer(s, add_special_tokens=False)["input_ids"]
         return token_utils.pad_tokens(
-            ids, self.bos_id, self.pad_id, is_bos=False, prefill_lengths=prefill_lengths,
-            max_prefill_length=max_prefill_length, jax_padding=jax_padding,
+            ids, self.bos_id, self.pad_id, prefill_lengths=prefill_lengths, max_prefill_length=max_prefill_length,
+            jax_padding=jax_padding,
         )  # fmt: skip
 
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
@@ -86,9 +75,9 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         return min(self._eos_ids)
 
     @property
-    def bos_id(self) -> int:
-        """Not the model's: the mark that the engine takes off."""
-        return BOS_MARK
+    def bos_id(self) -> None:
+        """None, also where the model has one: `encode` has put it there already."""
+        return None
 
     @property
     def stop_tokens(self) -> frozenset[int]:
