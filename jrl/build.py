@@ -61,6 +61,8 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
     layouts = make_layouts(config)
     rewards = RewardManager.from_config(config.reward, reward)
     train, held_out = load_data(config, train_data, eval_data)
+    for rows in filter(None, (train, held_out)):  # a column that only one of them has would cost the other its rewards
+        rewards.check_columns({name for row in rows for name in row.columns})
     dtype = platform.compute_dtype(config.model.compute_dtype)
     model = load_model(config.model.path, layouts["learner"], config.seed)
     platform.configure()  # only now: what loading leaves behind goes back to the system

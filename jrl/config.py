@@ -62,6 +62,7 @@ def _is_number(text: str) -> bool:
 GIVEN = Rule("given", lambda v: bool(v.strip()))
 POSITIVE = Rule("positive", lambda v: 0 < v < math.inf)
 NOT_NEGATIVE = Rule("0 or more", lambda v: 0 <= v < math.inf)
+SEED = Rule("from 0 to 4294967295", lambda v: 0 <= v < 2**32)  # jax's keys take 32 bits, and drop what is above
 FRACTION = Rule("from 0 to 1", lambda v: 0 <= v <= 1)
 BELOW_ONE = Rule("at least 0 and below 1", lambda v: 0 <= v < 1)
 INSIDE = Rule("above 0 and below 1", lambda v: 0 < v < 1)
@@ -98,7 +99,7 @@ def _train_mesh(section: str, fsdp: int, data: int, tensor: int, rule: Rule, not
 _AS_LEARNER = "; all 0: the learner's mesh"
 
 _TABLE: tuple[Key, ...] = (
-    Key("seed", 0, "of data order, samples and random weights", NOT_NEGATIVE),
+    Key("seed", 0, "of data order, samples and random weights", SEED),
     Key("steps", 100, "training steps (rollout, rewards, advantages, updates, publish)", POSITIVE),
     Key("run_dir", "runs/default", "directory of everything the run writes", GIVEN),
     Key("resume", False, "continue the run in run_dir from its newest whole checkpoint"),
@@ -168,7 +169,7 @@ _TABLE: tuple[Key, ...] = (
     Key("eval.at_start", True, "evaluate before the first step"),
     Key("checkpoint.every_steps", 0, "steps; 0: only at the end", NOT_NEGATIVE),
     Key("checkpoint.keep", 2, "newest checkpoints that stay", POSITIVE),
-    Key("checkpoint.best", False, "the one of highest held-out accuracy stays too"),
+    Key("checkpoint.best", False, "the one of highest held-out accuracy stays too; eval.every_steps must divide every_steps"),
     Key("log.print_samples_every", 10, "steps between samples shown as text; 0: never", NOT_NEGATIVE),
     Key("log.tensorboard", True, "write TensorBoard events"),
     Key("log.samples", True, "write every rollout to samples.jsonl"),
@@ -234,8 +235,11 @@ def override(config: ConfigDict, name: str, value: Any) -> None:
         options = config.data.options.to_dict()
         *parents, leaf = name.removeprefix(f"{OPTIONS}.").split(".")
         node = options
-        for parent in parents:
+        for depth, parent in enumerate(parents, 1):
             node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                above = ".".join((OPTIONS, *parents[:depth]))
+                raise UserError(f"config.{name}={value!r}: {above} is {node!r} and has no parts; give {above}=VALUE")
         node[leaf] = _literal(value) if isinstance(value, str) else value
         config.data.options = options
         return
@@ -361,6 +365,8 @@ def _conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_coef", f"algorithm.kl_in={a.kl_in} needs a positive weight; give one, or kl_in=none"
     if a.kl_in == "none" and a.kl_coef:
         yield "algorithm.kl_coef", "has no effect with algorithm.kl_in=none; give kl_in=loss or reward, or kl_coef=0"
+    if a.kl_in == "loss" and a.kl_estimator == "k1":
+        yield "algorithm.kl_estimator", "its gradient in the loss has mean 0, so it is only noise; give k2 or k3, or kl_in=reward"
     if a.name == "ppo" and c.critic.policy_delay_steps >= c.steps:
         yield "critic.policy_delay_steps", f"the policy would never learn in steps={c.steps}; give less"
     pages = -(-(d.max_prompt_tokens + r.max_new_tokens - 1) // r.page_size) + 1  # the last token is never fed; the null page
@@ -372,7 +378,24 @@ def _conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     for kind in ("train", "eval"):
         if d[kind].startswith("reasoning_gym:") and not d[f"{kind}_size"]:
             yield f"data.{kind}_size", f"data.{kind}={d[kind]} makes as many problems as it is told; give a number"
+    yield from _evaluation_conflicts(c)
     yield from _mesh_conflicts(c)
+
+
+def _evaluation_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    evals, saves = c.eval.every_steps, c.checkpoint.every_steps
+    if not c.data.eval and not c.data.eval_size:
+        for name, asked, off in (("eval.every_steps", evals, 0), ("checkpoint.best", c.checkpoint.best, False)):
+            if asked:
+                yield name, f"nothing is held out to evaluate on; give data.eval or data.eval_size, or {name}={off}"
+    if c.checkpoint.best and not saves:
+        yield "checkpoint.best", "the last checkpoint is the only one; give checkpoint.every_steps, or checkpoint.best=False"
+    # A checkpoint can be the best only if the very weights in it were evaluated.
+    if c.checkpoint.best and (not evals or saves % evals):
+        yield (
+            "checkpoint.best",
+            f"eval.every_steps={evals} does not evaluate what is saved every {saves} steps; give a divisor of {saves}",
+        )
 
 
 def _mesh_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:

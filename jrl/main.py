@@ -52,11 +52,23 @@ def parse(args: Sequence[str]) -> Command:
             else:
                 overrides[key] = value
         elif negated and not equals:
-            overrides[key] = "false"
+            overrides[key] = _off(arg, key)
         else:
-            meant = config_lib.closest(f"--{name}", FLAGS)
+            meant = f"--config.{arg.lstrip('-')}" if _is_key(name) else config_lib.closest(f"--{name}", FLAGS)
             raise UserError(f"{arg}: there is no such flag; " + (f"did you mean {meant}?" if meant else "see --help"))
     return Command(config, overrides, **switches)
+
+
+def _is_key(name: str) -> bool:
+    return name in config_lib.KEYS or name.startswith(f"{config_lib.OPTIONS}.")
+
+
+def _off(arg: str, key: str) -> str:
+    """The value that `--noconfig.KEY` stands for; an unknown key is left to the config, which knows what was meant."""
+    known = config_lib.KEYS.get(key)
+    if known and not isinstance(known.default, bool):
+        raise UserError(f"{arg}: config.{key} is no switch but takes {config_lib.type_name(known)}; give --config.{key}=VALUE")
+    return "false"
 
 
 def _next_value(name: str, key: str, rest: list[str]) -> str:
@@ -111,7 +123,8 @@ def run(command: Command) -> None:
         return
     from jrl.trainer import Trainer
 
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)  # on stderr
+    # On stderr; by force, as a library that came with the trainer has set up the root logger already.
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     logging.getLogger("jrl").setLevel(logging.INFO)
     print(json.dumps(Trainer(config).train()), flush=True)
 

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from jrl import config as config_lib
-from jrl.config import KEYS, default_config, flatten, load, override, parse_arg, validate
+from jrl.config import KEYS, default_config, flatten, load, override, parse_arg, validate, with_python_data
 from jrl.errors import UserError
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
@@ -140,6 +140,14 @@ def test_options_take_any_name_and_read_literals():
     validate(c)
 
 
+def test_an_option_that_is_a_value_has_no_parts():
+    c = complete(data__options__min_terms=2, data__options__task__size=3)
+    text = message(override, c, "data.options.min_terms.x", "3")
+    assert text.startswith("config.data.options.min_terms.x='3': data.options.min_terms is 2")
+    assert "data.options.task.size is 3" in message(override, c, "data.options.task.size.x.y", "3")
+    assert c.data.options.to_dict() == {"min_terms": 2, "task": {"size": 3}}
+
+
 def test_a_config_from_elsewhere_with_extra_or_missing_keys_is_refused():
     c = complete()
     with c.unlocked():
@@ -185,6 +193,15 @@ BAD = [
     ("data.train_size", 0, {"data__train": "reasoning_gym:chain_sum"}),
     ("data.eval_size", 0, {"data__eval": "reasoning_gym:chain_sum"}),
     ("checkpoint.keep", 0, {}),
+    ("seed", 99999999999999999999, {}),
+    ("seed", 2**32, {}),  # jax.random.key takes it for 0
+    ("algorithm.kl_estimator", "k1", {"algorithm__kl_in": "loss", "algorithm__kl_coef": 0.1}),
+    ("eval.every_steps", 5, {}),
+    ("checkpoint.best", True, {"checkpoint__every_steps": 5}),
+    ("checkpoint.best", True, {"data__eval_size": 8, "eval__every_steps": 5}),
+    ("checkpoint.best", True, {"data__eval_size": 8, "checkpoint__every_steps": 5}),
+    ("checkpoint.best", True, {"data__eval_size": 8, "checkpoint__every_steps": 5, "eval__every_steps": 10}),
+    ("checkpoint.best", True, {"data__eval_size": 8, "checkpoint__every_steps": 6, "eval__every_steps": 4}),
 ]
 
 
@@ -207,10 +224,33 @@ def test_values_that_cannot_run_name_the_key(name, value, others):
         {"algorithm__dual_clip": 3.0},
         {"reward__functions": "last_number*0.9, my.module:fn*-1"},
         {"data__train": "reasoning_gym:chain_sum", "data__train_size": 8},
+        {"seed": 2**32 - 1},
+        {"algorithm__kl_in": "reward", "algorithm__kl_coef": 0.1, "algorithm__kl_estimator": "k1"},
+        {"algorithm__kl_in": "loss", "algorithm__kl_coef": 0.1, "algorithm__kl_estimator": "k2"},
+        {"algorithm__kl_estimator": "k1"},  # not used
+        {"eval__every_steps": 5, "data__eval": "test.jsonl"},
+        {"checkpoint__every_steps": 10, "eval__every_steps": 5, "checkpoint__best": True, "data__eval_size": 8},
+        {"checkpoint__every_steps": 5, "eval__every_steps": 5, "checkpoint__best": True, "data__eval": "test.jsonl"},
+        {"checkpoint__every_steps": 6, "eval__every_steps": 4, "data__eval_size": 8},
     ],
 )
 def test_neighbours_of_the_refused_values_pass(good):
     validate(complete(**good))
+
+
+def test_conflicts_say_why_and_what_to_give():
+    kl = complete(algorithm__kl_in="loss", algorithm__kl_coef=0.1, algorithm__kl_estimator="k1")
+    assert "has mean 0" in message(validate, kl) and message(validate, kl).endswith("give k2 or k3, or kl_in=reward")
+    best = {"checkpoint__best": True, "data__eval_size": 8}
+    assert "give checkpoint.every_steps" in message(validate, complete(**best))
+    assert "give a divisor of 6" in message(validate, complete(checkpoint__every_steps=6, eval__every_steps=4, **best))
+    assert message(validate, complete(eval__every_steps=5)).endswith("give data.eval or data.eval_size, or eval.every_steps=0")
+
+
+def test_data_handed_over_in_python_are_data_to_evaluate_on():
+    c = complete(eval__every_steps=5)
+    validate(with_python_data(c, train=True, held_out=True))
+    assert "config.eval.every_steps=5" in message(validate, with_python_data(c, train=True, held_out=False))
 
 
 def write(tmp_path, body: str) -> str:

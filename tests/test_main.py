@@ -1,6 +1,7 @@
 """The command line: the syntax, the exit status, and what goes to stdout and to stderr."""
 
 import json
+import logging
 import pathlib
 import subprocess
 import sys
@@ -16,6 +17,17 @@ ROOT = pathlib.Path(__file__).parent.parent
 TINY = f"--config={ROOT}/configs/tiny.py"
 
 
+@pytest.fixture(autouse=True)
+def loggers():
+    """Puts back what a run as a command does to the loggers of its process."""
+    root, mine = logging.root, logging.getLogger("jrl")
+    before = root.handlers[:], root.level, mine.level
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    mine.setLevel(before[2])
+
+
 @pytest.fixture
 def trainer(monkeypatch):
     """A stand-in for the trainer module; what it was given and what it is to do."""
@@ -29,6 +41,8 @@ def trainer(monkeypatch):
             print("a progress line")
             if seen.error:
                 raise seen.error
+            logging.getLogger("jrl.data").info("64 problems")
+            logging.getLogger("another.library").info("how it works inside")
             return {"task": "sums", "accuracy_after": 0.5}
 
     monkeypatch.setitem(sys.modules, "jrl.trainer", types.SimpleNamespace(Trainer=Trainer))
@@ -58,6 +72,13 @@ def test_every_form_of_an_override():
         (["--config"], "needs a value"),
         (["--config.steps", "--dry_run"], "needs a value"),
         (["--noconfig.resume=1"], "no such flag"),
+        (["--steps=3"], "--steps=3: there is no such flag; did you mean --config.steps=3?"),
+        (["--model.path", "x"], "did you mean --config.model.path?"),
+        (["--data.options.max_terms=3"], "did you mean --config.data.options.max_terms=3?"),
+        (["--noconfig.data.eval"], "config.data.eval is no switch but takes text"),
+        (["--noconfig.data.eval"], "give --config.data.eval=VALUE"),
+        (["--noconfig.eval.every_steps"], "takes a whole number"),
+        (["--noconfig.data.options"], "takes a dict"),
     ],
 )
 def test_arguments_that_are_none(args, part):
@@ -76,6 +97,13 @@ def test_the_last_line_is_the_summary_as_json(trainer, capsys):
     assert trainer.config.steps == 2 and trainer.config.rollout.temperature == 0.7 and trainer.config.is_locked
 
 
+def test_messages_stand_for_themselves_whatever_a_library_has_set_up(trainer, capsys):
+    logging.root.handlers[:] = [logging.StreamHandler()]  # as if by logging.basicConfig(), which some imports call
+    logging.root.handlers[0].setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    assert main_lib.main([TINY]) == 0
+    assert capsys.readouterr().err == "64 problems\n"
+
+
 def test_overrides_win_over_the_file_in_any_order(trainer):
     main_lib.main(["--config.run_dir=elsewhere", TINY])
     assert trainer.config.run_dir == "elsewhere"
@@ -89,6 +117,9 @@ def test_overrides_win_over_the_file_in_any_order(trainer):
         ([TINY, "--config.rolout.group_size=4"], "did you mean rollout.group_size?"),
         ([TINY, "--config.rollout.group_size=four"], "expected a whole number"),
         ([TINY, "--config.steps=0"], "must be positive"),
+        ([TINY, "--config.data.options.min_terms.x=3"], "data.options.min_terms is 2"),
+        ([TINY, "--config.seed=99999999999999999999"], "must be from 0 to 4294967295"),
+        ([TINY, "--noconfig.resum"], "did you mean resume?"),
         ([TINY, "--config.algorithm.minibatches=3"], "must divide rollout.prompts_per_step"),
     ],
 )

@@ -9,7 +9,7 @@ import math
 import pathlib
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -67,10 +67,9 @@ class RewardManager:
         Raises:
           UserError: unknown or broken function, a package that is not installed, two parts of one name.
         """
-        names = [name for name, _, _ in functions]
-        if repeated := [name for name, count in Counter(names).items() if count > 1]:
-            raise UserError(f"reward.functions: {repeated[0]} occurs more than once; give it once, with the sum of the weights")
+        _check_names(functions)
         self._functions: list[tuple[str, Runner, float]] = [(name, _runner(fn), weight) for name, fn, weight in functions]
+        self._places = [f"config.reward.functions={fn}" if isinstance(fn, str) else "reward" for _, fn, _ in functions]
         self._timeout_s = timeout_s
         self._logged: set[str] = set()
 
@@ -80,6 +79,20 @@ class RewardManager:
         if reward is not None:
             return cls([(getattr(reward, "__name__", "reward").strip("<>"), reward, 1.0)], section.timeout_s)
         return cls(parse_functions(section.functions), section.timeout_s)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Makes sure that every function can be called with the data's columns, before anything is sampled for it.
+
+        Raises:
+          UserError: naming the columns that a function needs and those that there are.
+        """
+        for place, (name, runner, _) in zip(self._places, self._functions, strict=True):
+            try:
+                misfit = runner.misfit(columns)
+            except RewardFailure as failure:
+                raise UserError(f"{place}: {name} cannot be loaded: {failure.text}") from None
+            if misfit:
+                raise UserError(f"{place}: {name} {misfit}; the data have {', '.join(sorted(map(str, columns)))}")
 
     def score_prompts(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> RewardResult:
         """`score` with the texts and the columns of the prompts, one prompt for each completion."""
@@ -134,6 +147,18 @@ def parse_functions(text: str) -> list[tuple[str, str, float]]:
             raise UserError(f"reward.functions={text!r}: {item.strip()!r} is neither NAME nor NAME*WEIGHT")
         functions.append((function.rpartition(":")[2], function, number))
     return functions
+
+
+def _check_names(functions: Sequence[tuple[str, RewardFn | str, float]]) -> None:
+    """Metrics and samples tell the parts of the reward apart by their names alone."""
+    seen: dict[str, RewardFn | str] = {}
+    for name, fn, _ in functions:
+        if name not in seen:
+            seen[name] = fn
+        elif fn == seen[name]:
+            raise UserError(f"reward.functions: {name} occurs more than once; give it once, with the sum of the weights")
+        else:
+            raise UserError(f"reward.functions: {seen[name]} and {fn} are both called {name}; rename one of the functions")
 
 
 # Choosing the runner -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Three ways to run a reward function: inline, in a process that can be killed, in a thread that can be left behind.
 
 Each has `run(prompts, completions, columns, timeout_s) -> (rewards f32[N], failures)`: where a sample has no reward it
-is NaN, and `failures` say why. N samples.
+is NaN, and `failures` say why; and `misfit(columns)`, see `worker.misfit`, to be asked before any sample. N samples.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,8 @@ from jrl.rewards.worker import RewardFailure
 
 START_TIMEOUT_S = 60.0  # for starting a process and importing a user's module, on top of the rewards' own deadline
 MAX_ABANDONED = 8  # threads of one function that may hang at a time
+BATCH = ("prompts", "completions")  # what a function of all samples gets before its columns
+ROW = ("completion",)  # likewise, of one sample
 
 Columns = dict[str, list]
 
@@ -41,6 +43,8 @@ Outcome = tuple[np.ndarray, list[Failures]]
 
 class Runner(Protocol):
     def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome: ...
+
+    def misfit(self, columns: Collection[str]) -> str: ...
 
 
 def _all_failed(n: int, failure: RewardFailure) -> Outcome:
@@ -58,6 +62,9 @@ class Inline:
             return worker.call(self._fn, prompts, completions, columns), []
         except RewardFailure as failure:
             return _all_failed(len(completions), failure)
+
+    def misfit(self, columns: Collection[str]) -> str:
+        return worker.misfit(self._fn, BATCH, columns)
 
 
 class Abandonable:
@@ -81,6 +88,9 @@ class Abandonable:
         except queue.Empty:
             self._abandoned.append(thread)
             return _all_failed(n, RewardFailure("timeout", f"still running after {timeout_s:g} s, in a thread that goes on"))
+
+    def misfit(self, columns: Collection[str]) -> str:
+        return worker.misfit(self._fn, BATCH, columns)
 
 
 class Process:
@@ -146,6 +156,12 @@ class Process:
             raise RewardFailure(status, value)
         return value
 
+    def misfit(self, arguments: Sequence[str], columns: Collection[str]) -> str:
+        """`worker.misfit`, asked where the function is loaded. Raises RewardFailure where it cannot be."""
+        self.start()
+        self.send("misfit", arguments, list(columns))
+        return self.receive(START_TIMEOUT_S)
+
     def _stop(self) -> None:
         self.kill()
         self._connection = None
@@ -172,6 +188,9 @@ class Batches:
             return self._process.receive(timeout_s), []
         except RewardFailure as failure:
             return _all_failed(len(completions), failure)
+
+    def misfit(self, columns: Collection[str]) -> str:
+        return self._process.misfit(BATCH, columns)
 
 
 class Rows:
@@ -201,3 +220,6 @@ class Rows:
                 failures.append(Failures(failure.kind, 1, failure.text))
             left_s -= time.monotonic() - started
         return rewards, failures
+
+    def misfit(self, columns: Collection[str]) -> str:
+        return self._process.misfit(ROW, columns)

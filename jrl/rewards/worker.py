@@ -1,7 +1,8 @@
 """The process in which reward functions run that could hang or crash: `python worker.py FD`.
 
 It answers pickled messages on the socket FD: ("load", sys.path, spec, module) first, then ("batch", prompts,
-completions, columns) or ("row", completion, columns of the row). A reply is ("ok", value) or (kind of failure, text).
+completions, columns), ("row", completion, columns of the row) or ("misfit", arguments, names of columns). A reply is
+("ok", value) or (kind of failure, text).
 The file runs as a script that needs neither jrl nor jax, so a worker starts fast and never opens an accelerator.
 """
 
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,6 +62,28 @@ def accepted(fn: Callable, columns: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values for name, values in columns.items() if name in parameters}
 
 
+def misfit(fn: Callable, arguments: Sequence[str], columns: Iterable[str]) -> str:
+    """Why no call `fn(*arguments, **columns)` can work; "" where it may.
+
+    The outermost function alone is asked, as a decorator may itself fill in what the function inside of it needs.
+    """
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # it has none to ask
+        return ""
+    named = accepted(fn, dict.fromkeys(columns))
+    try:
+        filled = {*signature.bind_partial(*arguments).arguments, *named}
+        wanted = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        missing = [repr(p.name) for p in wanted if p.default is p.empty and p.name not in filled]
+        if missing:
+            return f"needs the column{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        return f"cannot be called with ({', '.join(arguments)}, **columns): {error}"
+    return ""
+
+
 def describe(error: BaseException) -> str:
     """What was raised and where, in one line."""
     where = traceback.extract_tb(error.__traceback__)
@@ -99,6 +122,9 @@ def _attempt(action: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
         return "error", describe(error)
 
 
+_ACTIONS: dict[str, Callable[..., Any]] = {"batch": call, "row": _row, "misfit": misfit}
+
+
 def _serve(connection: Connection) -> None:
     fn: Any = None  # not callable yet
     while True:
@@ -109,10 +135,8 @@ def _serve(connection: Connection) -> None:
             sys.path[:] = message[1]
             status, fn = _attempt(load, *message[2:])
             connection.send((status, None if status == "ok" else fn))
-        elif message[0] == "batch":
-            connection.send(_attempt(call, fn, *message[1:]))
         else:
-            connection.send(_attempt(_row, fn, *message[1:]))
+            connection.send(_attempt(_ACTIONS[message[0]], fn, *message[1:]))
 
 
 def _leave_with_parent() -> None:

@@ -1,5 +1,6 @@
 """Reward functions that a worker process can import: they stand in for a user's module."""
 
+import functools
 import os
 import sys
 import time
@@ -17,6 +18,23 @@ def integers(prompts, completions):
 
 def lengths_from_column(prompts, completions, size):
     return [float(s) for s in size]
+
+
+def needs_truth(prompts, completions, ground_truth, *, level, strictness=1):
+    return [float(g in c) for c, g in zip(completions, ground_truth, strict=True)]
+
+
+def takes_one(completions):
+    return [1.0] * len(completions)
+
+
+def forgets_prompts(completions, answer):
+    return [1.0] * len(completions)
+
+
+@functools.wraps(needs_truth)
+def fills_in(prompts, completions, **columns):
+    return needs_truth(prompts, completions, ground_truth=completions, level=0)
 
 
 def process_id(prompts, completions):

@@ -17,7 +17,7 @@ from jrl.config import default_config
 from jrl.data import Prompt
 from jrl.errors import UserError
 from jrl.rewards import RewardManager
-from jrl.rewards.manager import parse_functions
+from jrl.rewards.manager import REWARDS, Verifier, parse_functions
 from jrl.rewards.runners import MAX_ABANDONED, Process, Rows
 
 FILE = user.__file__
@@ -232,8 +232,76 @@ def test_functions_that_cannot_be_read_or_told_apart():
     for text in ("a*b", "a,,b", "", "a*nan"):
         with pytest.raises(UserError, match="is neither NAME nor NAME\\*WEIGHT"):
             parse_functions(text)
-    with pytest.raises(UserError, match="last_number occurs more than once"):
+    with pytest.raises(UserError, match="last_number occurs more than once; give it once, with the sum of the weights"):
         RewardManager([("last_number", "last_number", 1.0)] * 2, 1.0)
+    for text in ("a.py:score, b.py:score*0.5", "score, m:score"):
+        first, second = text.removesuffix("*0.5").split(", ")
+        with pytest.raises(UserError, match=f"{first} and {second} are both called score; rename one of the functions") as error:
+            RewardManager(parse_functions(text), 1.0)
+        assert "sum of the weights" not in str(error.value)
+
+
+# Columns -------------------------------------------------------------------------------------------------------------
+
+
+MISFITS = [
+    (f"{FILE}:needs_truth", "needs the columns 'ground_truth', 'level'"),
+    ("reward_functions:needs_truth", "needs the columns 'ground_truth', 'level'"),
+    ("reasoning_gym", "needs the columns 'data_source', 'dataset_options', 'metadata'"),
+    (user.lengths_from_column, "needs the column 'size'"),
+    (lambda prompts, completions, ground_truth: [], "needs the column 'ground_truth'"),
+    (user.takes_one, "cannot be called with .prompts, completions, ..columns.: too many positional arguments"),
+    (user.forgets_prompts, "cannot be called with .prompts, completions, ..columns.: multiple values for argument 'answer'"),
+]
+
+
+@pytest.mark.parametrize(("function", "text"), MISFITS, ids=[str(i) for i in range(len(MISFITS))])
+def test_a_function_that_can_never_be_called_with_the_datas_columns_is_refused(function, text):
+    manager = RewardManager([("fine", user.half, 1.0), ("bad", function, 1.0)], 10.0)
+    place = re.escape(f"config.reward.functions={function}" if isinstance(function, str) else "reward")
+    with pytest.raises(UserError, match=f"^{place}: bad {text}; the data have answer, question$"):
+        manager.check_columns({"question", "answer"})
+
+
+@pytest.mark.parametrize(
+    ("function", "columns"),
+    [
+        (f"{FILE}:needs_truth", {"ground_truth", "level", "answer"}),
+        (f"{FILE}:fills_in", {"answer"}),  # what the function inside needs comes from the decorator
+        (user.half, {"answer", "prompts_of_old"}),
+        (user.integers, set()),
+        (lambda prompts, completions, answer=None: [0.0], {"question"}),
+        (int, {"answer"}),  # has no signature
+        ("last_number", {"question", "answer"}),
+        ("math_verify", {"question", "answer"}),
+        ("reasoning_gym", {"question", "answer", "metadata", "data_source", "dataset_options"}),
+    ],
+)
+def test_functions_that_may_work_pass(function, columns):
+    RewardManager([("f", function, 1.0)], 10.0).check_columns(columns)
+
+
+def test_what_is_refused_for_its_columns_would_have_masked_every_sample():
+    for function in (user.lengths_from_column, user.takes_one, user.forgets_prompts):
+        result = score([function], ["a", "b"], answer=["1", "2"])
+        assert not result.valid.any() and list(result.failures.values()) == [2]
+    assert score([user.fills_in], ["a", "b"], answer=["1", "2"]).valid.all()
+
+
+def test_the_check_leaves_the_worker_ready(tmp_path):
+    manager = RewardManager([("pid", f"{FILE}:process_id", 1.0)], 10.0)
+    (before,) = score(manager, ["x"]).total
+    manager.check_columns({"answer"})
+    assert score(manager, ["x"]).total == [before]
+
+
+def test_a_verifier_whose_package_is_broken_is_found_by_the_check(tmp_path, monkeypatch):
+    (tmp_path / "broken_verifier.py").write_text("raise OSError('no such library')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(REWARDS, "broken", Verifier("math_verify", "broken_verifier", "broken-verifier"))
+    manager = RewardManager([("broken", "broken", 1.0)], 10.0)
+    with pytest.raises(UserError, match="config.reward.functions=broken: broken cannot be loaded: OSError: no such library"):
+        manager.check_columns({"answer"})
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
