@@ -16,7 +16,8 @@ from jrl.learner import Forward, Learner, make_optimizer
 from jrl.losses import policy_loss, value_loss
 from jrl.models import decoder
 from jrl.models.arch import Arch
-from jrl.models.load import LoadedModel, load_model
+from jrl.models.load import LoadedModel, open_model
+from jrl.plan import make_plan
 from jrl.rewards import RewardManager
 from jrl.rollout.engine import Engine
 from jrl.shapes import default_slots
@@ -64,9 +65,12 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
     for rows in filter(None, (train, held_out)):  # a column that only one of them has would cost the other its rewards
         rewards.check_columns({name for row in rows for name in row.columns})
     dtype = platform.compute_dtype(config.model.compute_dtype)
-    model = load_model(config.model.path, layouts["learner"], config.seed)
+    found = open_model(config.model.path)
+    make_plan(config, found.arch, len(jax.devices()))  # for its errors: what cannot run is refused before weights are read
+    prompts, eval_prompts = (encode_prompts(config, rows, found.tokenizer) for rows in (train, held_out))
+    stream = PromptStream(prompts, config.rollout.prompts_per_step, config.seed)
+    model = found.load(layouts["learner"], config.seed)
     platform.configure()  # only now: what loading leaves behind goes back to the system
-    prompts, eval_prompts = (encode_prompts(config, rows, model.tokenizer) for rows in (train, held_out))
     forward = functools.partial(make_forward, config, model.arch, dtype)
     a = config.algorithm
     updates = a.epochs * a.minibatches
@@ -90,7 +94,7 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
     shapes = decoder.abstract_params(model.arch)
     return Parts(
         arch=model.arch, tokenizer=model.tokenizer, dtype=dtype, train_prompts=prompts, eval_prompts=eval_prompts,
-        stream=PromptStream(prompts, config.rollout.prompts_per_step, config.seed), rewards=rewards, policy=policy,
+        stream=stream, rewards=rewards, policy=policy,
         initial_params=model.params, engine=engine,
         rollout_shardings=layouts["rollout"].tree(decoder.param_axes(model.arch), shapes), critic=critic,
         initial_critic=initial_critic, reference=reference, reference_params=reference_params, updates_per_step=updates,

@@ -118,8 +118,9 @@ def run(command: Command) -> None:
     config = config_lib.load(command.config, command.overrides)
     if command.dry_run:
         from jrl import plan  # here and below, so that help and mistakes do not wait for jax to load
+        from jrl.models.load import read_arch
 
-        print(plan.make_plan(config, plan.find_arch(config.model.path), plan.num_devices(config)).text())
+        print(plan.make_plan(config, read_arch(config.model.path), plan.num_devices(config)).text())
         return
     from jrl.trainer import Trainer
 

@@ -1,13 +1,15 @@
 """What a run will do, before it does anything: meshes, batch arithmetic, bytes per device, compiled programs.
 
-Weights, gradients, optimizer state and the KV pool are counted exactly, from the shapes and layouts that the run uses;
-activations are an estimate. Nothing here touches a device, so a plan for 256 chips can be made on a laptop.
+Weights, gradients and optimizer state are counted exactly, from the shapes and layouts that the run uses; activations are
+an estimate. The KV pool is at most what is said, unless `rollout.num_pages` fixes it: it is counted for prompts as long as
+`data.max_prompt_tokens` allows, and a run makes it for the longest prompt that it has. Nothing here touches a device, so a
+plan for 256 chips can be made on a laptop.
 """
 
+import contextlib
 import dataclasses
 import math
-import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,12 +18,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jrl import platform
 from jrl.errors import UserError
 from jrl.models import decoder
-from jrl.models.arch import KNOWN, Arch
+from jrl.models.arch import Arch
 from jrl.models.attention import QUERY_CHUNK
-from jrl.models.load import read_arch
 from jrl.packing import LENGTH_STEP
-from jrl.rollout.backends import choose_backend
+from jrl.rollout.backends import Backend, choose_backend
 from jrl.rollout.engine import PREFILL_TOKENS
+from jrl.rollout.scheduler import OPEN_PREFIXES
 from jrl.shapes import bucket, default_slots
 from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
 from jrl.sharding.mesh import describe, resolve_sizes
@@ -63,7 +65,7 @@ class Plan:
             "",
             f"step       {b['prompts']} prompts x {b['group_size']} samples = {b['sequences']} sequences of at most"
             f" {b['prompt_tokens']} + {b['response_tokens']} tokens, at most {b['tokens']:,} tokens",
-            f"rollout    {b['replicas']} replicas x {b['slots']} slots, pools of {b['num_pages']} pages of"
+            f"rollout    {b['replicas']} replicas x {b['slots']} slots, pools of at most {b['num_pages']} pages of"
             f" {b['page_size']} tokens",
             f"updates    {b['epochs']} epochs x {b['minibatches']} minibatches of {b['minibatch_prompts']} prompts"
             f" ({b['minibatch_sequences']} sequences); {b['updates']} in {b['steps']} steps"
@@ -78,16 +80,15 @@ class Plan:
         for phase, parts in self.phase_bytes.items():
             lines.append(f"  {'while ' + phase:<40}{'+ ' + _size(sum(parts.values())):>12}")
             lines += [f"    {name:<38}{_size(n):>12}" for name, n in parts.items()]
-        lines += [f"  {'peak':<40}{_size(self.peak_bytes):>12}", "", "programs, compiled when a size first occurs"]
+        lines += [
+            f"  {'peak':<40}{_size(self.peak_bytes):>12}",
+            "",
+            "programs, compiled when a size first occurs; a run meets few of them",
+        ]
         for name, sizes in self.programs.items():
             head, _, axes = name.partition(" ")
-            lines.append(f"  {head:<20}at most {len(sizes):>4}, the largest {max(sizes, key=math.prod)} {axes}")
+            lines.append(f"  {head:<20}at most {len(sizes):>4}, the largest {max(sizes, key=_volume)} {axes}")
         return "\n".join(lines)
-
-
-def find_arch(path: str) -> Arch:
-    """The architecture of a model: from the table of hub ids that are known, otherwise from the model's own files."""
-    return KNOWN[path] if path in KNOWN and not pathlib.Path(path).exists() else read_arch(path)
 
 
 def num_devices(config) -> int:
@@ -106,9 +107,12 @@ def make_plan(config, arch: Arch, num_devices: int) -> Plan:
       UserError: a mesh that does not fit the number of devices or the model; sequences longer than the model's.
     """
     layouts = _layouts(config, num_devices)
-    for layout in layouts.values():  # weights are checked where they are counted, heads are split by the forward pass
-        layout.sharding(("act_heads",), (arch.num_heads,))
-        layout.sharding(("act_kv_heads",), (arch.num_kv_heads,))
+    weights = {}
+    for name, layout in layouts.items():
+        with _naming(_mesh_key(config, name)):
+            layout.sharding(("act_heads",), (arch.num_heads,))  # not weights: the forward pass splits them
+            layout.sharding(("act_kv_heads",), (arch.num_kv_heads,))
+            weights[name] = _weights(arch, layout, name == "critic")
     batch = _batch(config, layouts)
     if batch["prompt_tokens"] + batch["response_tokens"] > arch.max_position:
         raise UserError(
@@ -116,8 +120,9 @@ def make_plan(config, arch: Arch, num_devices: int) -> Plan:
             f"{batch['prompt_tokens']} that exceeds the {arch.max_position} positions of the model; lower one of them"
         )
     dtype = platform.compute_dtype(config.model.compute_dtype)
-    weights = {name: _weights(arch, layout, name == "critic") for name, layout in layouts.items()}
-    held = _held(config, arch, layouts, weights, batch, dtype)
+    backend, _ = choose_backend(config.rollout.attention, jax.default_backend(), arch, layouts["rollout"], dtype)
+    with _naming(_mesh_key(config, "rollout")):
+        held = _held(layouts, weights, batch, backend, dtype)
     phases = _phases(config, arch, layouts, weights, batch, dtype)
     facts = {
         "family": arch.family, "num_params": arch.num_params(), "num_layers": arch.num_layers,
@@ -125,10 +130,24 @@ def make_plan(config, arch: Arch, num_devices: int) -> Plan:
         "vocab_size": arch.vocab_size, "compute_dtype": dtype.name,
     }  # fmt: skip
     meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
-    return Plan(facts, num_devices, meshes, batch, held, phases, _programs(config, layouts, batch))
+    return Plan(facts, num_devices, meshes, batch, held, phases, _programs(config, layouts, batch, backend))
 
 
 # Meshes and batches --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Says which key of the config an error is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _mesh_key(config, name: str) -> str:
+    """Where the mesh of a model is set; critic and reference take the learner's where theirs is all 0."""
+    return f"config.{name if any(config[name].mesh.to_dict().values()) else 'learner'}.mesh"
 
 
 def _abstract_layout(kind: Any, sizes: Mapping[str, int], num_devices: int) -> Layout:
@@ -139,14 +158,15 @@ def _abstract_layout(kind: Any, sizes: Mapping[str, int], num_devices: int) -> L
 
 def _layouts(config, num_devices: int) -> dict[str, Layout]:
     """Of the models that the run has."""
-    layouts = {
-        "learner": _abstract_layout("train", config.learner.mesh.to_dict(), num_devices),
-        "rollout": _abstract_layout("rollout", config.rollout.mesh.to_dict(), num_devices),
-    }
-    wanted = {"critic": config.algorithm.name == "ppo", "reference": config.algorithm.kl_in != "none"}
-    for name in (name for name, used in wanted.items() if used):
-        sizes = config[name].mesh.to_dict()
-        layouts[name] = _abstract_layout("train", sizes, num_devices) if any(sizes.values()) else layouts["learner"]
+    used = {
+        "learner": True, "rollout": True,
+        "critic": config.algorithm.name == "ppo", "reference": config.algorithm.kl_in != "none",
+    }  # fmt: skip
+    layouts: dict[str, Layout] = {}
+    for name in (name for name, wanted in used.items() if wanted):
+        sizes, kind = config[name].mesh.to_dict(), "rollout" if name == "rollout" else "train"
+        with _naming(_mesh_key(config, name)):
+            layouts[name] = _abstract_layout(kind, sizes, num_devices) if any(sizes.values()) else layouts["learner"]
     return layouts
 
 
@@ -164,7 +184,7 @@ def _batch(config, layouts: dict[str, Layout]) -> dict[str, int]:
         "prompt_tokens": prompt, "response_tokens": response,
         "tokens": r.prompts_per_step * prompt + sequences * response,
         "replicas": replicas, "slots": slots, "page_size": r.page_size,
-        "num_pages": r.num_pages or slots * width + width + 1,
+        "width": width, "num_pages": r.num_pages or slots * width + width + 1,
         "epochs": a.epochs, "minibatches": a.minibatches, "minibatch_prompts": r.prompts_per_step // a.minibatches,
         "minibatch_sequences": minibatch, "updates": config.steps * a.epochs * a.minibatches,
         "policy_delay_steps": config.critic.policy_delay_steps if a.name == "ppo" else 0,
@@ -195,7 +215,7 @@ def _count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
     return sum(math.prod(shape) for shape, _ in weights)
 
 
-def _held(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, int]:
+def _held(layouts, weights, batch, backend: Backend, dtype) -> dict[str, int]:
     held: dict[str, int] = {}
     for name in ("learner", "critic"):
         if name in weights:
@@ -205,10 +225,9 @@ def _held(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, int]:
     if "reference" in weights:
         held["reference: parameters, float32"] = _count(weights["reference"]) * MASTER_BYTES
     rollout = layouts["rollout"]
-    backend, _ = choose_backend(config.rollout.attention, jax.default_backend(), arch, rollout, dtype)
     pool = backend.pool_arrays(batch["num_pages"], batch["page_size"]).values()
     shards = (rollout.sharding(x.axes, x.shape).shard_shape(x.shape) for x in pool)
-    held[f"rollout: KV pool, {dtype.name}"] = sum(map(math.prod, shards)) * dtype.itemsize
+    held[f"rollout: KV pool, {dtype.name}, at most"] = sum(map(math.prod, shards)) * dtype.itemsize
     return held
 
 
@@ -222,12 +241,11 @@ def _phases(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dic
     label = f"rollout weights, {dtype.name}" if copied else "rollout weights, the policy's own"
     rollout = {label: copied * dtype.itemsize}
     tensor = layouts["rollout"].mesh.shape["tensor"]
-    prefill = max(PREFILL_TOKENS, bucket(batch["prompt_tokens"], batch["page_size"]))
     decode_logits = batch["slots"] * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
     keys = batch["slots"] * (batch["prompt_tokens"] + batch["response_tokens"])
     gathered = keys * _kv_size(arch, tensor) * dtype.itemsize
-    one_layer = _layer_work(arch, prefill, batch["prompt_tokens"], tensor, dtype)
-    phases = {"generating": {**rollout, "work arrays, estimate": max(one_layer, decode_logits + gathered)}}
+    work = max(_prefill_work(arch, batch, tensor, dtype), decode_logits + gathered)
+    phases = {"generating": {**rollout, "work arrays, estimate": work}}
     for name in ("learner", "critic"):
         if name in weights:
             sums = _count(weights[name]) * MASTER_BYTES
@@ -255,20 +273,33 @@ def _matmul_outputs(arch: Arch, tensor: int) -> int:
     return split + _kv_size(arch, tensor) + 2 * arch.hidden_size
 
 
-def _layer_work(arch: Arch, tokens: int, keys: int, tensor: int, dtype) -> int:
-    """Bytes of one layer at work: the products, what lies between them, and the attention scores of one query chunk."""
+def _layer_work(arch: Arch, tokens: int, pairs: int, tensor: int, dtype) -> int:
+    """Bytes of one layer at work: the products, what lies between them, and attention scores of pairs of query and key."""
     between = 4 * arch.hidden_size + 2 * arch.num_heads * arch.head_dim // tensor + arch.intermediate_size // tensor
-    queries = tokens * min(QUERY_CHUNK / keys, 1.0)
-    scores = int(queries * keys * arch.num_heads / tensor) * 4 * 2  # scores and weights, float32
+    scores = pairs * arch.num_heads // tensor * 4 * 2  # scores and weights, float32
     return tokens * (_matmul_outputs(arch, tensor) + between) * dtype.itemsize + scores
+
+
+def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
+    """Bytes of one layer in the largest call that is not rare: prompts of one replica's budget, or a part of a long one."""
+    usual = [(n, t, before) for n, t, before in _prefill_sizes(batch, replicas=1) if n == 1 or not before]
+    pairs = [n * min(t, QUERY_CHUNK) * (t + before * batch["page_size"]) for n, t, before in usual]
+    return max((_layer_work(arch, n * t, p, tensor, dtype) for (n, t, _), p in zip(usual, pairs, strict=True)), default=0)
 
 
 def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: bool) -> int:
     """Of one microbatch, forward and backward; scores and logits are computed again, so they exist in part only."""
     tensor, c = layout.mesh.shape["tensor"], config.learner
-    keys = batch["prompt_tokens"] + batch["response_tokens"]
     shapes = _learner_shapes(batch, batch["minibatch_sequences"], layout.batch_shards)
     tokens = max(prompts * u + responses * t for prompts, u, responses, t in shapes)
+    # Prompts attend first, then responses, and of either one chunk of queries at a time.
+    layer = max(
+        _layer_work(
+            arch, prompts * u + responses * t,
+            max(prompts * min(u, QUERY_CHUNK) * u, responses * min(t, QUERY_CHUNK) * (u + t)), tensor, dtype,
+        )
+        for prompts, u, responses, t in shapes
+    )  # fmt: skip
     kept = {
         "full": arch.hidden_size,
         "dots": arch.hidden_size + _matmul_outputs(arch, tensor),
@@ -278,7 +309,7 @@ def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: boo
     layers = arch.num_layers * tokens * kept * dtype.itemsize
     split = layout.mesh.shape["fsdp"] > 1  # then the weights at work are gathered, a layer at a time
     gathered = arch.num_params() // arch.num_layers // tensor * dtype.itemsize * split
-    return layers + max(2 * _layer_work(arch, tokens, keys, tensor, dtype), head) + gathered
+    return layers + max(2 * layer, head) + gathered
 
 
 # Programs ------------------------------------------------------------------------------------------------------------
@@ -288,26 +319,32 @@ def _buckets(most: int, least: int = 1) -> list[int]:
     return sorted({bucket(n, least) for n in range(1, most + 1)})
 
 
-def _programs(config, layouts: dict[str, Layout], batch: dict[str, int]) -> dict[str, list[tuple[int, ...]]]:
-    """All sizes that buckets allow; a run meets few of them, because its prompts have few lengths."""
-    page, prompt, response = batch["page_size"], batch["prompt_tokens"], batch["response_tokens"]
-    lengths = sorted({-(-size // page) * page for size in _buckets(max(prompt - 1, 1), page)})
-    width = -(-(prompt + response) // page)
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range((most - 1).bit_length() + 1)] if most > 0 else []
+
+
+def _volume(sizes: tuple[int, ...]) -> int:
+    return math.prod(max(n, 1) for n in sizes)
+
+
+def _programs(config, layouts: dict[str, Layout], batch: dict[str, int], backend: Backend) -> dict[str, list[tuple[int, ...]]]:
+    """All sizes that rounding allows; a run meets few of them, because its prompts have few lengths.
+
+    They are those of prompts as long as allowed. Where the longest is shorter there are no more of them, but the pages of a
+    decode call's row may end at another number.
+    """
     a, axes = config.algorithm, "(prompts, prompt tokens, responses, response tokens)"
+    samples = max(batch["group_size"], config.eval.samples)
 
     def passes(name: str, rows: int) -> list[tuple[int, ...]]:
         return _learner_shapes(batch, rows, layouts[name].batch_shards)
 
     programs: dict[str, list[tuple[int, ...]]] = {
-        "rollout.prefill (prompts, tokens; more where a pool is too small for all)": [
-            (n, length) for length in lengths for n in _buckets(min(max(PREFILL_TOKENS // length, 1), batch["slots"]))
-        ],
-        "rollout.decode (a sequence's own pages, shared pages)": [
-            (own, shared)
-            for own in sorted({min(n, width) for n in _buckets(width)})
-            for shared in _buckets(max(prompt // page, 1))
-        ],
-        "rollout.copy (pages)": [(n,) for n in _buckets(batch["slots"])],
+        "rollout.prefill (prompts, tokens, pages cached before)": _prefill_sizes(batch, batch["replicas"]),
+        "rollout.decode (rows, pages of a row, shared prefixes, their members, their pages)": _decode_sizes(
+            batch, samples, backend.row_pages
+        ),
+        "rollout.copy (pages)": [(n,) for n in _buckets(batch["slots"])] if samples > 1 else [],
         f"policy.update {axes}": passes("learner", batch["minibatch_sequences"]),
     }
     if a.epochs * a.minibatches > 1 or a.kl_in == "reward":
@@ -317,7 +354,47 @@ def _programs(config, layouts: dict[str, Layout], batch: dict[str, int]) -> dict
     if "critic" in layouts:
         programs[f"critic.values {axes}"] = passes("critic", batch["sequences"])
         programs[f"critic.update {axes}"] = passes("critic", batch["minibatch_sequences"])
-    return programs
+    return {name: sizes for name, sizes in programs.items() if sizes}
+
+
+def _longest_prefix(batch: dict[str, int]) -> int:
+    """Tokens that are cached at once for samples to start from: all but the last one of what there is of a sequence."""
+    preempted = batch["num_pages"] - 1 < batch["slots"] * batch["width"]  # then it is a prompt and most of its response
+    return batch["prompt_tokens"] - 1 + (batch["response_tokens"] - 1) * preempted
+
+
+def _prefill_sizes(batch: dict[str, int], replicas: int) -> list[tuple[int, ...]]:
+    """(prompts, tokens, pages cached before), as `Engine` rounds them.
+
+    Any number of pages may come before any number of tokens, as a call has several prompts. And where there are several
+    replicas the shortest prompts of one, which are many, may share a call with a long prompt of another.
+    """
+    page, longest = batch["page_size"], _longest_prefix(batch)
+    together = max(batch["slots"], OPEN_PREFIXES)
+    sizes = set()
+    for before, left in ((0, longest), *((n, longest - page) for n in _powers((longest - 1) // page))):
+        for size in _buckets(min(left, PREFILL_TOKENS), page):
+            length = -(-size // page) * page
+            fitting = max(PREFILL_TOKENS // (length if replicas == 1 else page), 1)
+            sizes |= {(n, length, before) for n in _powers(min(fitting, together))}
+    return sorted(sizes)
+
+
+def _decode_sizes(batch: dict[str, int], samples: int, row_pages: int | None) -> list[tuple[int, ...]]:
+    """(rows, pages of a row, shared prefixes, their members, their pages), as `TableMaker` rounds them.
+
+    The room for prefixes and for members only grows while an engine lives, so a run cannot meet all their pairs.
+    """
+    slots, width = batch["slots"], batch["width"]
+    row = min(width, row_pages or width)
+    rows = [(slots, n) for n in sorted({min(n, row) for n in _buckets(width)})]
+    most = slots * -(-width // row)
+    rows += [(n, row) for n in sorted({max(bucket(n), slots + 1) for n in range(slots + 1, most + 1)})]
+    shareable = _longest_prefix(batch) // batch["page_size"]
+    members = _powers(min(samples, slots))[1:] if shareable else []
+    shared = [(0, n, 1) for n in (1, *members)]
+    shared += [(p, n, pages) for p in _powers(slots // 2) for n in members for pages in _powers(shareable)]
+    return [(*one, *other) for one in rows for other in shared]
 
 
 def _learner_shapes(batch: dict[str, int], rows: int, shards: int) -> list[tuple[int, ...]]:
@@ -325,7 +402,7 @@ def _learner_shapes(batch: dict[str, int], rows: int, shards: int) -> list[tuple
     group, budget = batch["group_size"], batch["microbatch_tokens"]
     rows_per_shard = -(-rows // shards)
     groups = -(-rows_per_shard // group)
-    remainders = [1 << i for i in range((groups - 1).bit_length() + 1)]  # groups that are left for each shard
+    remainders = _powers(groups)  # groups that are left for each shard
     shapes = set()
     for u in _buckets(batch["prompt_tokens"], LENGTH_STEP):
         for t in _buckets(batch["response_tokens"], LENGTH_STEP):

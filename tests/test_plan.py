@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 
 import jax
 import numpy as np
@@ -12,13 +11,17 @@ from jrl.config import default_config, override, validate
 from jrl.errors import UserError
 from jrl.models import decoder
 from jrl.models.arch import KNOWN, Arch
+from jrl.models.load import read_arch
 from jrl.packing import pack
-from jrl.plan import find_arch, make_plan, num_devices
+from jrl.plan import make_plan, num_devices
+from jrl.rollout.backends import XlaBackend
 from jrl.rollout.engine import Engine
+from jrl.rollout.scheduler import Request
 from jrl.sharding.layout import Layout
 from jrl.types import Completion, make_rollout
 
 GIB = 2**30
+CRITIC = {"algorithm__name": "ppo", "critic__mesh__data": 1, "critic__mesh__fsdp": 1, "critic__mesh__tensor": 1}
 
 
 def small_arch(**changes) -> Arch:
@@ -68,7 +71,7 @@ def test_weights_and_pool_take_the_bytes_that_the_plan_says(sizes):
         arch, Layout.rollout(c.rollout.mesh.to_dict()), slots=plan.batch["slots"], max_tokens=32, eos_ids=(1,),
         page_size=c.rollout.page_size, num_pages=c.rollout.num_pages, decode_chunk=4,
     )  # fmt: skip
-    assert plan.held_bytes["rollout: KV pool, float32"] == bytes_on(engine.pool, device)
+    assert plan.held_bytes["rollout: KV pool, float32, at most"] == bytes_on(engine.pool, device)
     assert plan.batch["num_pages"] == engine.shape.num_pages and plan.batch["replicas"] == engine.replicas
 
 
@@ -133,6 +136,63 @@ def test_every_packed_microbatch_has_a_size_of_the_plan(group, budget, shards):
     assert len(met) > 3  # the sizes did vary
 
 
+def engine_run(monkeypatch, replicas=1, **overrides):
+    """A plan, and what an engine like that of its run has compiled for rounds of prompts that begin alike."""
+    monkeypatch.setattr(XlaBackend, "row_pages", 2)
+    for module in ("jrl.rollout.engine", "jrl.plan"):
+        monkeypatch.setattr(f"{module}.PREFILL_TOKENS", 24)
+    arch = small_arch()
+    c = config(
+        rollout__slots=4, rollout__group_size=4, rollout__max_new_tokens=14, data__max_prompt_tokens=22, rollout__page_size=4,
+        rollout__prompts_per_step=8, rollout__decode_chunk=5, rollout__mesh__replica=replicas, learner__mesh__fsdp=replicas,
+        **overrides,
+    )  # fmt: skip
+    plan = make_plan(c, arch, replicas)
+    engine = Engine(
+        arch, Layout.rollout(c.rollout.mesh.to_dict(), jax.devices()[:replicas]), slots=4, max_tokens=36, eos_ids=(1,),
+        page_size=4, num_pages=c.rollout.num_pages, decode_chunk=5,
+    )  # fmt: skip
+    engine.load(decoder.init_params(arch, 0, engine.layout), 0)
+    rng = np.random.default_rng(0)
+    draw = lambda n: rng.integers(3, 500, n).astype(np.int32)  # noqa: E731
+    system = draw(9)
+    engine.generate([Request(draw(2), 1, 2, 1.0, 0, True)])
+    for lengths, samples in ((2, 9), 1), ((13, 1, 1, 2), 2), ((0, 13, 2, 1), 4):
+        prompts = [np.concatenate([system, draw(n)]) for n in lengths] + [draw(2), draw(6)]
+        engine.generate([Request(p, samples, int(rng.integers(4, 15)), 1.0, 0, True) for p in prompts])
+    assert engine.shape.num_pages == plan.batch["num_pages"]
+    return plan, engine
+
+
+@pytest.mark.parametrize(
+    ("replicas", "overrides", "preempts"),
+    [(1, {"rollout__num_pages": 14}, True), (2, {}, False)],
+)
+def test_every_program_of_an_engine_has_a_size_of_the_plan(replicas, overrides, preempts, monkeypatch):
+    plan, engine = engine_run(monkeypatch, replicas, **overrides)
+    sizes = {name.partition(" ")[0]: set(shapes) for name, shapes in plan.programs.items()}
+    met: dict[str, set] = {"rollout.prefill": set(), "rollout.decode": set(), "rollout.copy": set()}
+    for name, *key in engine.compiled.seen:
+        if name == "prefill":
+            score, *size = key
+            assert not score
+        elif name == "decode":
+            own, _, _, _, shared, members, _, best, controlled = key
+            assert not best and not controlled
+            size = [*own, *members, shared[1]]
+        else:
+            size = key
+        met[f"rollout.{name}"].add(tuple(size))
+    for name, shapes in met.items():
+        assert shapes <= sizes[name], (name, shapes - sizes[name])
+    # They did vary, on one replica in every dimension.
+    assert bool(engine.stats.preemptions) == preempts
+    assert all(len(shapes) > 1 for shapes in met.values())
+    if replicas == 1:
+        assert all(len({size[i] for size in met["rollout.prefill"]}) > 1 for i in range(3))
+        assert all(len({size[i] for size in met["rollout.decode"]}) > 1 for i in range(5))
+
+
 def test_programs_are_those_of_the_algorithm():
     def names(**overrides):
         return {name.partition(" ")[0] for name in make_plan(config(**overrides), small_arch(), 1).programs}
@@ -154,9 +214,12 @@ def test_longer_sequences_and_less_remat_need_more():
 @pytest.mark.parametrize(
     ("overrides", "devices", "part"),
     [
-        ({"learner__mesh__fsdp": 3}, 8, "8"),
-        ({"rollout__mesh__tensor": 8}, 8, "kv_heads"),
-        ({"learner__mesh__tensor": 8}, 8, "kv_heads.* of size 4"),
+        ({"rollout__mesh__tensor": 8}, 8, "^config.rollout.mesh: rollout layout: 'act_kv_heads'"),
+        ({"learner__mesh__tensor": 8}, 8, "^config.learner.mesh: train layout: 'act_kv_heads' of size 4"),
+        ({"learner__mesh__fsdp": 3}, 8, "^config.learner.mesh: train mesh: "),
+        ({"learner__mesh__fsdp": 24}, 24, "^config.learner.mesh: .*: train layout: "),
+        (CRITIC | {"critic__mesh__fsdp": 2}, 8, "^config.critic.mesh: train mesh: "),
+        (CRITIC | {"critic__mesh__tensor": 8}, 8, "^config.critic.mesh: .*kv_heads"),
         ({"data__max_prompt_tokens": 40_000}, 1, "config.rollout.max_new_tokens=256"),
     ],
 )
@@ -169,7 +232,7 @@ def test_a_large_model_on_many_devices_is_planned_without_them():
     # 32B fp32 masters and two moments are 12 bytes a parameter; over 64 chips 32.8e9 * 12 / 64 = 5.7 GiB.
     meshes = dict(learner__mesh__fsdp=16, learner__mesh__tensor=4, rollout__mesh__tensor=8)
     c = config(model__compute_dtype="bfloat16", **meshes)
-    arch = find_arch("Qwen/Qwen2.5-32B-Instruct")
+    arch = read_arch("Qwen/Qwen2.5-32B-Instruct")
     assert num_devices(c) == 64
     plan = make_plan(c, arch, 64)
     state = plan.held_bytes["policy: parameters, float32"] + plan.held_bytes["policy: Adam's moments, float32"]
@@ -191,4 +254,5 @@ def test_text_and_dict_say_the_same():
     assert "32 prompts x 8 samples = 256 sequences" in text and "data=1 fsdp=8 tensor=1" in text
     for name in [*plan.held_bytes, *plan.meshes]:
         assert name in text
-    assert all(math.prod(size) > 0 for sizes in plan.programs.values() for size in sizes)
+    assert all(min(size) >= 0 and size[0] > 0 for sizes in plan.programs.values() for size in sizes)
+    assert "pools of at most" in text

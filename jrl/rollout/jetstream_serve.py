@@ -17,7 +17,7 @@ from jrl.rollout.jetstream.flags import parse
 
 def main(args: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 after a failure, or 2 after a mistake of the user's."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)  # on stderr
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)  # on stderr
     logging.getLogger("jrl").setLevel(logging.INFO)
     try:
         settings = parse(sys.argv[1:] if args is None else args)

@@ -41,7 +41,7 @@ def run(settings: Settings) -> None:
 
 def main(args: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 2 after a mistake of the user's."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)  # on stderr
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)  # on stderr
     logging.getLogger("jrl").setLevel(logging.INFO)
     try:
         run(parse(sys.argv[1:] if args is None else args))

@@ -35,6 +35,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(api, settings.api_key, settings.allow_weight_updates), log_level="warning", access_log=False,
+                log_config=None,  # uvicorn's would close the handlers that others have set up
                 lifespan="off", timeout_graceful_shutdown=round(settings.grace_s) + LAST_WORDS_S,
             )
         )  # fmt: skip

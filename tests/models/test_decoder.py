@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from jrl.models import attention as attention_module
 from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.attention import attention, causal_mask
@@ -142,14 +143,29 @@ def test_attention_over_two_blocks_is_attention_over_their_union():
         np.testing.assert_allclose(whole[0, n, t, h], w / w.sum() @ np.asarray(v)[0, n, :, h // 2], atol=1e-5)
 
 
-def test_long_attention_in_chunks_is_the_same(monkeypatch):
-    monkeypatch.setattr("jrl.models.attention.QUERY_CHUNK", 4)
+@pytest.mark.parametrize("t", [4, 12, 6, 11, 13])
+def test_long_attention_is_the_same_in_chunks_and_has_no_more_queries_at_once(t, monkeypatch):
     rng = np.random.default_rng(2)
-    q, k, v = (jnp.asarray(rng.standard_normal((1, 2, 12, 2, 8)), jnp.float32) for _ in range(3))
-    mask = causal_mask(jnp.array([[12, 9]]), 12)
-    chunked = attention(q, [(k, v, mask)])
-    monkeypatch.setattr("jrl.models.attention.QUERY_CHUNK", 512)
-    np.testing.assert_allclose(chunked, attention(q, [(k, v, mask)]), atol=1e-6)
+    draw = lambda *s: jnp.asarray(rng.standard_normal(s), jnp.float32)  # noqa: E731
+    q, k, v, shared_k, shared_v = draw(1, 2, t, 2, 8), *(draw(1, 2, s, 2, 8) for s in (t, t, 5, 5))
+    seen = jnp.arange(5) < jnp.array([[5, 3]])[..., None, None]  # one mask for all queries
+    at_once = []
+    plain = attention_module._attend_queries
+    monkeypatch.setattr(attention_module, "_attend_queries", lambda q, *rest: at_once.append(q.shape[2]) or plain(q, *rest))
+
+    def value_and_gradients(chunk):
+        monkeypatch.setattr(attention_module, "QUERY_CHUNK", chunk)
+
+        def total(q, k, v, shared_k, shared_v):
+            out = attention(q, [(shared_k, shared_v, seen), (k, v, causal_mask(jnp.array([[t, t - 1]]), t))])
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
+
+        return jax.value_and_grad(total, argnums=range(5), has_aux=True)(q, k, v, shared_k, shared_v)
+
+    chunked = value_and_gradients(4)
+    assert at_once and max(at_once) <= 4
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), chunked, value_and_gradients(512))
+    assert max(at_once) == t
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])

