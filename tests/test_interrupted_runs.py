@@ -48,7 +48,8 @@ def finished_steps(folder) -> int:
         ("in_save", 4, 2),  # that of step 4 is half written, so the run goes back to step 2
         pytest.param("in_update", 3, 2, marks=pytest.mark.slow),
         pytest.param("in_generation", 5, 4, marks=pytest.mark.slow),
-        ("between_logs", 5, 4),  # the metrics of the step are on disk, its samples are not
+        # The metrics of the step are on disk, its samples are not.
+        pytest.param("between_logs", 5, 4, marks=pytest.mark.slow),
         pytest.param("between_steps", 3, 2, marks=pytest.mark.slow),
     ],
 )
@@ -82,7 +83,7 @@ def test_kill_9_at_any_moment(whole, tmp_path, caplog, seed):
     assert_same_runs(folder, whole, STEPS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_leaves(whole, tmp_path, caplog, number):
     folder = tmp_path / "run"
     process = start(command(folder, **SETTINGS))

@@ -108,7 +108,7 @@ def test_the_export_is_the_trained_model(finished):
 # Sameness ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arg", ["", ":ppo"], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("arg", [pytest.param("", marks=pytest.mark.slow), ":ppo"], ids=["grpo", "ppo"])
 def test_a_resumed_run_is_the_unbroken_one(tmp_path, arg):
     a_run(tmp_path / "whole", arg).train()
     a_run(tmp_path / "parts", arg, steps=2).train()
@@ -119,6 +119,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path, arg):
     assert digests(tmp_path / "other", 4) != digests(tmp_path / "whole", 4)
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_the_training_alone(tmp_path):
     often = a_run(tmp_path / "often", **(SHORT | {"eval__every_steps": 1, "steps": 3}))
     never = a_run(tmp_path / "never", **(SHORT | {"eval__at_start": False, "steps": 3}))
@@ -145,6 +146,7 @@ def test_what_is_published_is_what_was_learned(tmp_path):
 # Algorithms, end to end ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_at_first(tmp_path):
     settings = {"steps": 3, "critic__policy_delay_steps": 2, "eval__at_start": False}
     a_run(tmp_path / "run", ":ppo", {"reward": length_reward}, **settings).train()
@@ -158,6 +160,7 @@ def test_the_critic_learns_alone_at_first(tmp_path):
     assert np.isfinite(late["critic/vf_explained_var"]) and late["critic/lr"] == pytest.approx(1e-4)
 
 
+@pytest.mark.slow
 def test_kl_to_the_reference_holds_the_policy_back(tmp_path):
     settings = {"algorithm__kl_in": "loss", "algorithm__kl_estimator": "k3", "learner__learning_rate": 3e-3, "steps": 3}
     runs = []
