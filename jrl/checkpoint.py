@@ -1,20 +1,20 @@
 """Checkpoints: everything that a resumed run needs, in one atomic step, written in the background by orbax.
 
 A checkpoint is a directory named by its step. It appears under that name only when it is complete, and it holds a
-manifest with the shape, dtype and digest (`jrl.sharding.digest`) of every array, so that a changed byte is noticed when
-it is read. Nothing here ever deletes a checkpoint that it cannot read: what stands in the way is renamed.
+manifest with the shape, dtype and digest (`jrl.sharding.digest`) of every array, so that a restored array is the array
+that was saved. The size and checksum of each of its files stand in it too, and are looked at before anything is
+restored: orbax reads arrays concurrently, and a read that fails half-way leaves the others calling into an event loop
+that is closed, which can end the process. Nothing here ever deletes a checkpoint that it cannot read: what stands in the
+way is renamed.
 
 What is left out: in runs of several processes, a file that only some of them can read; one directory, one writer.
 """
 
-import gc
 import json
 import logging
 import math
-import sys
-import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ from jrl.sharding.digest import digest
 log = logging.getLogger("jrl")
 
 ASIDE = "set_aside_"  # prefix of the new name of a checkpoint that stands in the way
+FILES = "files.json"  # in a checkpoint: {relative path: [bytes, crc32]} of its other files
+BLOCK = 1 << 24  # bytes read at a time
 
 
 class Checkpointer:
@@ -50,9 +52,11 @@ class Checkpointer:
             best_fn=_metric if best else None,  # without it orbax would not store the metric
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
         )
         names = ("state", "extra")
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_names=names)
+        self._saving = -1  # the step that is being written
         self._written: set[int] = set()
         self._unreadable: set[int] = set()
 
@@ -85,6 +89,7 @@ class Checkpointer:
         self.wait()
         self._set_aside({old for old in self.steps() if old >= step and old not in self._written} | self._unreadable)
         value = float("-inf") if metric is None or not math.isfinite(metric) else float(metric)
+        self._saving = step
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -141,17 +146,10 @@ class Checkpointer:
         except UserError:
             raise
         except Exception as error:  # damage shows itself as any kind of exception, at any depth
-            reason = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
-        # A failed read leaves coroutines behind, and Python prints a page about each when it collects them.
-        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-            hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-            try:
-                gc.collect()
-            finally:
-                sys.unraisablehook = hook
-        return reason
+            return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
 
     def _read(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        self._check_files(step)
         restored = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
         content = {"extra": restored["extra"], "manifest": restored["manifest"]}
         if _checksum(content) != restored["checksum"]:
@@ -166,6 +164,24 @@ class Checkpointer:
                 raise ValueError(f"the digest of {name} differs")
         structure = jax.tree_util.tree_structure(abstract_state)
         return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in wanted]), content["extra"]
+
+    def _list_files(self) -> None:
+        """Called by orbax, in the background, when all is written, before or after the checkpoint gets its own name."""
+        final = self.directory / str(self._saving)
+        partial = final.with_name(final.name + ocp.utils.TMP_DIR_SUFFIX)
+        path = partial if partial.exists() else final
+        (path / FILES).write_text(json.dumps(_file_sums(path)))
+
+    def _check_files(self, step: int) -> None:
+        path = self.directory / str(step)
+        if not (path / FILES).exists():  # where names are not given at the end, the process may have ended in between
+            return
+        found = _file_sums(path)
+        for name, listed in json.loads((path / FILES).read_text()).items():
+            if name not in found:
+                raise ValueError(f"{name} is missing")
+            if found[name] != listed:
+                raise ValueError(f"{name} has changed: (bytes, crc32) were {listed}, are {found[name]}")
 
     def _check_same_model(self, step: int, manifest: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         have = {name: (tuple(shape), dtype) for name, (shape, dtype, _) in manifest.items()}
@@ -195,6 +211,26 @@ def _by_name(tree: Any) -> dict[str, Any]:
     """`params.layers.q.kernel` -> leaf: the names orbax stores, free of the containers of the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _file_sums(path: epath.Path) -> dict[str, list[int]]:
+    """{relative path: [bytes, crc32]} of the files in the directories under `path`; those beside them are orbax's notes."""
+    sums = {}
+    for file in (file for item in path.iterdir() if item.is_dir() for file in _files_under(item)):
+        size = crc = 0
+        with file.open("rb") as stream:
+            while block := stream.read(BLOCK):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+        sums[str(file.relative_to(path))] = [size, crc]
+    return sums
+
+
+def _files_under(path: epath.Path) -> Iterator[epath.Path]:
+    for child in path.iterdir():
+        if child.is_dir():
+            yield from _files_under(child)
+        else:
+            yield child
 
 
 def _checksum(content: Any) -> int:

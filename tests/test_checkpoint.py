@@ -144,12 +144,15 @@ def lose_a_file(path: pathlib.Path) -> None:
 
 
 def swap_in_older_arrays(path: pathlib.Path) -> None:
-    """Readable, of the right shapes, and wrong: only the digest can tell."""
+    """Readable, of the right shapes, and wrong: without the list of files, only the digest can tell."""
+    (path / checkpoint.FILES).unlink()
     shutil.rmtree(path / "state")
     shutil.copytree(path.parent / "1" / "state", path / "state")
 
 
 def edit_extra(path: pathlib.Path) -> None:
+    """Without the list of files, only the checksum of the content can tell."""
+    (path / checkpoint.FILES).unlink()
     file = next(p for p in (path / "extra").iterdir() if "cursor" in p.read_text())
     file.write_text(file.read_text().replace("41", "42"))
 
@@ -177,6 +180,20 @@ def test_damage_is_noticed_and_the_next_older_used(opened, layout, caplog, damag
     assert len(lines) == 1 and lines[0].startswith("checkpoint of step 2 skipped") and "\n" not in lines[0]
     with pytest.raises(UserError, match="step 2 in .* is not whole"):
         reader.restore(place(layout, 0), step=2)
+
+
+def test_the_list_of_files_is_in_the_checkpoint_when_it_gets_its_name(opened, layout, monkeypatch):
+    """So that no moment of a kill leaves a checkpoint without it."""
+    seen = []
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: (seen.append((a, os.listdir(a))), rename(a, b)))
+    writer = opened()
+    writer.save(1, place(layout, 1), {})
+    writer.close()
+    [names] = [names for source, names in seen if pathlib.Path(source).name.startswith("1.orbax-checkpoint-tmp")]
+    assert checkpoint.FILES in names
+    (pathlib.Path(writer.directory) / "1" / checkpoint.FILES).unlink()
+    check(opened().restore(place(layout, 0)), 1, 1)  # what was written elsewhere, without one, can be read
 
 
 def test_a_resumed_run_renames_what_stands_in_the_way(opened, layout):

@@ -10,14 +10,15 @@ from jrl.shapes import bucket, power_of_two
 
 
 class TableMaker:
-    """Makes `Table`s; the room for prefixes and their members only grows, so that few programs are compiled.
+    """Makes `Table`s whose arrays have few different shapes, so that few programs are compiled.
 
     Args:
       row_pages: the most pages of a row; None for one row a slot, however long.
     """
 
     def __init__(self, row_pages: int | None):
-        self._row_pages, self._prefixes, self._members = row_pages, 0, 0
+        self._row_pages = row_pages
+        self._rooms: set[tuple[int, int]] = set()  # (prefixes, members) of the tables made so far
 
     def make(self, replicas: list[Replica]) -> Table:
         """Arrays of NumPy for the samples now in the slots, whose pages have room for the tokens to come."""
@@ -51,21 +52,31 @@ class TableMaker:
 
     def _shared(self, sets: list[list[tuple[list[int], list[int]]]], slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         everyone = [one for of_replica in sets for one in of_replica]
-        if everyone:
-            self._prefixes = max(self._prefixes, power_of_two(max(map(len, sets))))
-            self._members = max(self._members, power_of_two(max(len(members) for members, _ in everyone)))
-        count = self._prefixes if everyone else 0
+        count, most = self._room(sets, slots) if everyone else (0, 1)
         width = power_of_two(max((len(pages) for _, pages in everyone), default=1))
         shared = np.zeros((len(sets), count, width), np.int32)
-        members = np.zeros((len(sets), count, max(self._members, 1)), np.int32)
-        place = np.full((len(sets), slots), count * members.shape[-1], np.int32)
+        members = np.zeros((len(sets), count, most), np.int32)
+        place = np.full((len(sets), slots), count * most, np.int32)
         for r, of_replica in enumerate(sets):
             for p, (slot_ids, pages) in enumerate(of_replica):
                 shared[r, p, : len(pages)] = pages
                 members[r, p, : len(slot_ids)] = slot_ids
                 members[r, p, len(slot_ids) :] = slot_ids[0]
-                place[r, slot_ids] = p * members.shape[-1] + np.arange(len(slot_ids))
+                place[r, slot_ids] = p * most + np.arange(len(slot_ids))
         return shared, members, place
+
+    def _room(self, sets: list[list[tuple[list[int], list[int]]]], slots: int) -> tuple[int, int]:
+        """For how many prefixes and members of each: an earlier room that fits and costs little more, or a new one.
+
+        What is read together is computed for prefixes x members queries, filled or not. As many as there are slots are cheap.
+        """
+        prefixes = power_of_two(max(map(len, sets)))
+        members = power_of_two(max(len(slot_ids) for of_replica in sets for slot_ids, _ in of_replica))
+        cheap = max(slots, 2 * prefixes * members)
+        fitting = [(p, m) for p, m in self._rooms if p >= prefixes and m >= members and p * m <= cheap]
+        room = min(fitting, key=lambda room: (room[0] * room[1], room), default=(prefixes, members))
+        self._rooms.add(room)
+        return room
 
 
 def common_prefixes(replica: Replica) -> list[tuple[list[int], list[int]]]:

@@ -38,3 +38,22 @@ def test_one_long_slot_does_not_make_the_others_wide():
     assert whole == 32 * 64 and in_rows <= 1.5 * (used + 8 * 32)
     short = TableMaker(8)._rows([[[1] * 4] * 32], 64)[0]
     assert short.shape == (1, 32, 4)  # and where nobody is long, one row each, no wider than needed
+
+
+def prefixes_of(*members):
+    """Prefixes of two pages, one for each number of slots given."""
+    slots = iter(range(sum(members)))
+    return [([next(slots) for _ in range(n)], [2 * i + 1, 2 * i + 2]) for i, n in enumerate(members)]
+
+
+def test_many_small_groups_do_not_make_large_ones_dear():
+    """What is computed for prefixes stays near the number of slots, whatever came before, in few shapes."""
+    maker, shapes = TableMaker(8), set()
+    for sets in ([4] * 32, [16] * 8, [16] * 5 + [3], [2] * 4, [4] * 30, [128]):
+        shared, members, place = maker._shared([prefixes_of(*sets)], 128)
+        shapes.add(members.shape)
+        assert members.shape[1] * members.shape[2] <= 128
+        filled = place[0][place[0] < members[0].size]
+        assert members[0].reshape(-1)[filled].tolist() == list(range(sum(sets)))  # every slot in its own place
+        assert [row[:2].tolist() for row in shared[0][: len(sets)]] == [pages for _, pages in prefixes_of(*sets)]
+    assert shapes == {(1, 32, 4), (1, 8, 16), (1, 1, 128)}  # four of the six find a room that was there
