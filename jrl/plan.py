@@ -111,7 +111,6 @@ def make_plan(config, arch: Arch, num_devices: int) -> Plan:
     for name, layout in layouts.items():
         with _naming(_mesh_key(config, name)):
             layout.sharding(("act_heads",), (arch.num_heads,))  # not weights: the forward pass splits them
-            layout.sharding(("act_kv_heads",), (arch.num_kv_heads,))
             weights[name] = _weights(arch, layout, name == "critic")
     batch = _batch(config, layouts)
     if batch["prompt_tokens"] + batch["response_tokens"] > arch.max_position:
@@ -264,7 +263,8 @@ def _same_placement(spec: Any, train_spec: Any, shape: tuple[int, ...], train_sh
 
 
 def _kv_size(arch: Arch, tensor: int) -> int:
-    return 2 * arch.num_kv_heads * arch.head_dim // tensor
+    whole = arch.num_kv_heads % tensor  # then they are not split
+    return 2 * arch.num_kv_heads * arch.head_dim // (1 if whole else tensor)
 
 
 def _matmul_outputs(arch: Arch, tensor: int) -> int:

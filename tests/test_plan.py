@@ -214,12 +214,12 @@ def test_longer_sequences_and_less_remat_need_more():
 @pytest.mark.parametrize(
     ("overrides", "devices", "part"),
     [
-        ({"rollout__mesh__tensor": 8}, 8, "^config.rollout.mesh: rollout layout: 'act_kv_heads'"),
-        ({"learner__mesh__tensor": 8}, 8, "^config.learner.mesh: train layout: 'act_kv_heads' of size 4"),
+        ({"rollout__mesh__tensor": 16}, 16, "^config.rollout.mesh: rollout layout: 'act_heads'"),
+        ({"learner__mesh__tensor": 16}, 16, "^config.learner.mesh: train layout: 'act_heads' of size 8"),
         ({"learner__mesh__fsdp": 3}, 8, "^config.learner.mesh: train mesh: "),
         ({"learner__mesh__fsdp": 24}, 24, "^config.learner.mesh: .*: train layout: "),
         (CRITIC | {"critic__mesh__fsdp": 2}, 8, "^config.critic.mesh: train mesh: "),
-        (CRITIC | {"critic__mesh__tensor": 8}, 8, "^config.critic.mesh: .*kv_heads"),
+        (CRITIC | {"critic__mesh__tensor": 16}, 16, "^config.critic.mesh: .*'act_heads'"),
         ({"data__max_prompt_tokens": 40_000}, 1, "config.rollout.max_new_tokens=256"),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jrl.errors import UserError
 from jrl.models.arch import Arch
@@ -68,21 +69,48 @@ class Backend(Protocol):
 
 
 class XlaBackend:
-    """`jrl.rollout.paged_attention`: plain XLA, for every platform."""
+    """`jrl.rollout.paged_attention`: plain XLA, for every platform.
+
+    Where the mesh has several times as many devices along the query heads as there are KV heads, the pool holds each KV head
+    that many times, so that every device stores and reads the one that its query heads want and no other.
+    """
 
     name = "xla"
     row_pages = paged_attention.ROW_PAGES
 
     def __init__(self, arch: Arch, layout: Layout, dtype: Any):
         self.arch, self.layout, self.dtype = arch, layout, dtype
+        copies, rest = divmod(layout.shards("act_heads"), arch.num_kv_heads)
+        self.copies = 1 if rest else max(copies, 1)
 
     def pool_arrays(self, num_pages: int, page_size: int) -> dict[str, PoolArray]:
-        shape = paged_attention.pool_shape(self.arch, self.layout.batch_shards, num_pages, page_size)
+        kv_heads = self.arch.num_kv_heads * self.copies
+        rows = self.arch.num_layers * num_pages
+        shape = (self.layout.batch_shards, rows, kv_heads, page_size, self.arch.head_dim)
         return dict.fromkeys(("k", "v"), PoolArray(shape, paged_attention.POOL_AXES, self.dtype))
 
-    decode_attend = staticmethod(paged_attention.decode_attend)
-    prefill_attend = staticmethod(paged_attention.prefill_attend)
+    def decode_attend(
+        self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int
+    ) -> Attend:
+        return self._copied(paged_attention.decode_attend(table, lens, active, num_pages, page_size))
+
+    def prefill_attend(
+        self, table: jax.Array, prior: jax.Array, start: jax.Array, lens: jax.Array, num_pages: int, page_size: int
+    ) -> Attend:
+        return self._copied(paged_attention.prefill_attend(table, prior, start, lens, num_pages, page_size))
+
     copy_pages = staticmethod(paged_attention.copy_pages)
+
+    def _copied(self, attend: Attend) -> Attend:
+        if self.copies == 1:
+            return attend
+        split = ("batch", "length", "act_kv_heads", None)
+
+        def copied(layer, q, k, v, pool):
+            k, v = (self.layout.constrain(jnp.repeat(x, self.copies, axis=2), split) for x in (k, v))
+            return attend(layer, q, k, v, pool)
+
+        return copied
 
 
 def _xla(arch: Arch, layout: Layout, dtype: Any, platform: str) -> Backend:

@@ -11,15 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jrl.models.arch import Arch
 from jrl.models.attention import NEG_INF, attention, causal_mask
 
 POOL_AXES = ("batch", "pages", "act_kv_heads", None, None)
 ROW_PAGES = 8  # of a row: with longer ones short slots would pay for the longest, with shorter ones there is more to merge
-
-
-def pool_shape(arch: Arch, replicas: int, num_pages: int, page_size: int) -> tuple[int, ...]:
-    return (replicas, arch.num_layers * num_pages, arch.num_kv_heads, page_size, arch.head_dim)
 
 
 class Table(NamedTuple):

@@ -83,22 +83,20 @@ class _Heads(NamedTuple):
     size_stored: int  # K'
 
 
-def _split_axes(layout: Layout, axis: str) -> tuple[str, ...]:
-    """The mesh axes of more than one device that split a logical axis."""
-    entry = next(iter(layout.spec((axis,))), None)
+def _split_axes(layout: Layout, axis: str, size: int) -> tuple[str, ...]:
+    """The mesh axes of more than one device that split a logical axis of a given size."""
+    entry = next(iter(layout.sharding((axis,), (size,)).spec), None)
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _heads(arch: Arch, layout: Layout, dtype: Any) -> _Heads:
-    layout.sharding(("act_heads",), (arch.num_heads,))
-    layout.sharding(("act_kv_heads",), (arch.num_kv_heads,))
-    axes, kv_axes = _split_axes(layout, "act_heads"), _split_axes(layout, "act_kv_heads")
+    axes, kv_axes = _split_axes(layout, "act_heads", arch.num_heads), _split_axes(layout, "act_kv_heads", arch.num_kv_heads)
     shards, group = math.prod(layout.mesh.shape[a] for a in axes), arch.num_heads // arch.num_kv_heads
     queries = arch.num_heads // shards
     if kv_axes not in ((), axes) or (queries % group and group % queries):
         raise UserError(
             f"attention backend 'tpu': {arch.num_heads} query heads over {arch.num_kv_heads} KV heads cannot be split into"
-            f" {shards} shards that read whole KV heads; choose a rollout.mesh.tensor that divides {arch.num_kv_heads}"
+            f" {shards} shards that read whole KV heads; choose a rollout.mesh.tensor that divides {arch.num_kv_heads} or is a multiple"
         )
     kv = max(queries // group, 1)
     stored, size_stored = padded_kv_heads(kv, dtype), -(-arch.head_dim // LANES) * LANES
@@ -185,7 +183,8 @@ class TpuBackend:
 
     def _attend(self, work: _Work, num_pages: int) -> Attend:
         spec = self.layout.spec
-        q_spec, kv_spec, pool_spec, rows = spec(Q_AXES), spec(KV_AXES), spec(POOL_AXES), spec(("batch",))
+        q_spec, pool_spec, rows = spec(Q_AXES), spec(POOL_AXES), spec(("batch",))
+        kv_spec = spec(KV_AXES) if self.heads.kv_split else rows
 
         def on_shard(layer, q, k, v, pool, work):
             squeezed = jax.tree.map(lambda x: x[0], (q, k, v, pool, work))  # a shard is of one replica

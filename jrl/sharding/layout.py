@@ -36,6 +36,10 @@ _ACTIVATIONS = {
     "act_vocab": "tensor",
 }
 
+# What is whole on every device where the mesh does not divide it: with more devices along tensor than KV heads, each query
+# head still finds its own.
+_WHOLE_IF_UNEVEN = {"act_kv_heads"}
+
 # Training: fsdp splits each weight along its hidden size, and the batch together with data.
 TRAIN_TABLE: Table = {**_WEIGHTS, **_ACTIVATIONS, "embed": "fsdp", "batch": ("data", "fsdp")}
 # Rollout: every replica holds whole weights, split over tensor alone; slots and pages belong to one replica.
@@ -63,7 +67,11 @@ class Layout:
     @property
     def batch_shards(self) -> int:
         """Into how many parts the batch axis is split: data * fsdp, or replica."""
-        return math.prod(self.mesh.shape[name] for name in self._mesh_axes("batch"))
+        return self.shards("batch")
+
+    def shards(self, axis: str) -> int:
+        """Into how many parts the mesh splits a logical axis."""
+        return math.prod(self.mesh.shape[name] for name in self._mesh_axes(axis))
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The partition of an array whose dimensions are called `axes` (None: not split).
@@ -94,13 +102,17 @@ class Layout:
     def sharding(self, axes: Axes, shape: Sequence[int] | None = None) -> NamedSharding:
         """The placement of an array with these logical axes; with its shape given, checked that it divides.
 
+        KV heads of activations are not split at all where the mesh does not divide them.
+
         Raises:
           UserError: as `spec`; a shape of another rank; a dimension that its mesh axes do not divide.
         """
-        sharding = NamedSharding(self.mesh, self.spec(axes))
         if shape is not None:
+            self._check_rank(axes, tuple(shape))
+            uneven = lambda axis, size: axis in _WHOLE_IF_UNEVEN and size % self.shards(axis)  # noqa: E731
+            axes = tuple(None if uneven(axis, size) else axis for axis, size in zip(axes, shape, strict=True))
             self._check_divides(axes, tuple(shape))
-        return sharding
+        return NamedSharding(self.mesh, self.spec(axes))
 
     def tree(self, axes_tree: Any, shapes_tree: Any) -> Any:
         """`sharding` for a whole tree: tuples of logical axes, and anything with `.shape` in the same structure.
@@ -132,9 +144,11 @@ class Layout:
         names = self.table[axis]
         return () if names is None else (names,) if isinstance(names, str) else names
 
-    def _check_divides(self, axes: Axes, shape: tuple[int, ...]) -> None:
+    def _check_rank(self, axes: Axes, shape: tuple[int, ...]) -> None:
         if len(shape) != len(axes):
             raise UserError(f"{self.kind} layout: shape {shape} has {len(shape)} dimensions but axes {axes} name {len(axes)}")
+
+    def _check_divides(self, axes: Axes, shape: tuple[int, ...]) -> None:
         for axis, size in zip(axes, shape, strict=True):
             names = self._mesh_axes(axis)
             parts = math.prod(self.mesh.shape[name] for name in names)

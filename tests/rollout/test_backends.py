@@ -1,5 +1,6 @@
 """The choice of an attention backend, its reasons, and what all backends have in common."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -66,6 +67,17 @@ def test_pools_are_split_over_replicas_and_heads(kind, replica, tensor):
         heads = array.axes.index("act_heads" if "act_heads" in array.axes else "act_kv_heads")
         assert array.shape[:2] == (replica, QWEN.num_layers * 8) and 16 in array.shape[2:4]
         assert shard == (1, *(n // tensor if i == heads else n for i, n in enumerate(array.shape) if i > 0))
+
+
+@pytest.mark.parametrize(
+    "kv_heads, tensor, stored", [(4, 4, 1), (2, 4, 1), (1, 4, 1), (2, 8, 1), (4, 2, 2), (3, 4, 3), (3, 2, 3)]
+)
+def test_a_device_stores_no_kv_heads_but_those_it_reads(kv_heads, tensor, stored):
+    """Where the devices are a multiple of the KV heads each has one; where nothing divides it has them all."""
+    arch, layout = dataclasses.replace(QWEN, num_heads=24, num_kv_heads=kv_heads), layout_of(1, tensor)
+    for array in XlaBackend(arch, layout, jnp.bfloat16).pool_arrays(8, 16).values():
+        shard = layout.sharding(array.axes, array.shape).shard_shape(array.shape)
+        assert shard[array.axes.index("act_kv_heads")] == stored
 
 
 def test_padding_is_counted_in_the_pools_bytes():

@@ -86,7 +86,11 @@ def surprises(params, asked, completions, shift=0):
     return count
 
 
-@pytest.mark.parametrize("meshes", [{}, {"replica": 4, "tensor": 2}], ids=["one device", "8 devices"])
+@pytest.mark.parametrize(
+    "meshes",
+    [{}, {"replica": 4, "tensor": 2}, {"replica": 2, "tensor": 4}],
+    ids=["one device", "8 devices", "more devices than KV heads"],
+)
 def test_every_token_is_the_one_that_the_dense_model_and_its_uniform_give(meshes, engine, params):
     if meshes:
         engine = make_engine(Layout.rollout(meshes), slots=2)

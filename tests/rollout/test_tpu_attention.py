@@ -244,7 +244,7 @@ def test_bfloat16_is_as_good_as_its_rounding(interpreted):
     "heads, kv_heads, mesh",
     [
         (4, 2, layout_of(2, 2)),
-        (8, 2, layout_of(1, 4, act_kv_heads=None)),  # fewer KV heads than shards: each has its own one
+        (8, 2, layout_of(1, 4)),  # fewer KV heads than shards: each has its own one
         pytest.param(3, 3, layout_of(2, 2, act_kv_heads=None, act_heads=None), marks=pytest.mark.slow),  # all on every shard
     ],
 )
@@ -307,7 +307,7 @@ def test_what_cannot_be_done_is_refused():
     with pytest.raises(UserError, match="act_heads"):
         TpuBackend(small_arch(9, 3), layout_of(1, 2), jnp.float32)
     with pytest.raises(UserError, match="12 query heads over 4 KV heads .* rollout.mesh.tensor"):
-        TpuBackend(small_arch(12, 4), layout_of(1, 6, act_kv_heads=None), jnp.float32)
+        TpuBackend(small_arch(12, 4), layout_of(1, 6), jnp.float32)
 
 
 # Against the TPU compiler ------------------------------------------------------------------------------------------------

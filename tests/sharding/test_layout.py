@@ -49,6 +49,14 @@ def test_shards_have_the_size_that_the_names_promise(train):
     assert {s.data.shape for s in x.addressable_shards} == {(6, 2, 5)}
 
 
+def test_kv_heads_that_do_not_divide_are_whole_on_every_device(rollout):
+    axes, whole = ("batch", "length", "act_kv_heads", None), P("replica")
+    assert rollout.sharding(axes, (4, 1, 6, 8)).spec == P("replica", None, "tensor")
+    assert rollout.sharding(axes, (4, 1, 1, 8)).spec == rollout.sharding(axes, (4, 1, 3, 8)).spec == whole
+    with pytest.raises(UserError, match="'act_heads' of size 3"):  # control: query heads have to divide
+        rollout.sharding(("batch", "length", "act_heads", None), (4, 1, 3, 8))
+
+
 def test_tree_places_each_leaf(train):
     axes = {"a": {"kernel": ("embed", "mlp")}, "n": ("norm",)}
     shapes = {"a": {"kernel": jax.ShapeDtypeStruct((4, 6), jnp.float32)}, "n": np.zeros(3)}
