@@ -96,7 +96,8 @@ def _heads(arch: Arch, layout: Layout, dtype: Any) -> _Heads:
     if kv_axes not in ((), axes) or (queries % group and group % queries):
         raise UserError(
             f"attention backend 'tpu': {arch.num_heads} query heads over {arch.num_kv_heads} KV heads cannot be split into"
-            f" {shards} shards that read whole KV heads; choose a rollout.mesh.tensor that divides {arch.num_kv_heads} or is a multiple"
+            f" {shards} shards that read whole KV heads; choose a rollout.mesh.tensor that divides {arch.num_kv_heads} or is a"
+            " multiple"
         )
     kv = max(queries // group, 1)
     stored, size_stored = padded_kv_heads(kv, dtype), -(-arch.head_dim // LANES) * LANES
