@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 
 from jrl import platform  # noqa: E402
 from jrl.models.load import load_model  # noqa: E402
+from jrl.models.unstack import worth_it  # noqa: E402
 from jrl.rollout.engine import Engine  # noqa: E402
 from jrl.rollout.scheduler import Request  # noqa: E402
 from jrl.shapes import default_slots  # noqa: E402
@@ -29,6 +30,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--slots", type=int, default=0, help="sequences decoded at once per replica; 0: all, at most 64")
     p.add_argument("--page-size", type=int, default=16, help="tokens of a page")
     p.add_argument("--decode-chunk", type=int, default=32, help="tokens between two looks of the host")
+    p.add_argument("--unroll-layers", choices=("auto", "on", "off"), default="auto", help="as rollout.unroll_layers")
     p.add_argument("--long-tokens", type=int, default=0, help="of the completions that are longer than the others")
     p.add_argument("--long-share", type=float, default=0.0, help="of them among all groups")
     return p.parse_args()
@@ -123,9 +125,11 @@ def main() -> None:
     platform.configure()
     work = Workload(args, model.tokenizer)
     params = jax.tree.map(lambda x: x.astype(dtype), model.params)
+    unroll = worth_it(args.unroll_layers, jax.default_backend(), args.completion_tokens)
     engine = Engine(
         model.arch, layout, slots=args.slots or default_slots(work.samples, layout.batch_shards), max_tokens=work.longest,
         eos_ids=model.eos_ids, page_size=args.page_size, decode_chunk=args.decode_chunk, dtype=dtype,
+        unroll_layers=unroll,
     )  # fmt: skip
     startup_s = time.perf_counter() - T0
     first = generate(engine, params, work, 0)["seconds"]

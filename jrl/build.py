@@ -17,6 +17,7 @@ from jrl.losses import policy_loss, value_loss
 from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.load import LoadedModel, open_model
+from jrl.models.unstack import worth_it
 from jrl.plan import make_plan
 from jrl.rewards import RewardManager
 from jrl.rollout.engine import Engine
@@ -162,8 +163,9 @@ def make_engine(config, model: LoadedModel, layout: Layout, dtype, prompts: list
     c = config.rollout
     slots = c.slots or default_slots(c.prompts_per_step * c.group_size, layout.batch_shards)
     longest = max(len(p.tokens) for p in prompts)
+    unroll = worth_it(c.unroll_layers, layout.mesh.devices.flat[0].platform, c.max_new_tokens)
     return Engine(
         model.arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=model.eos_ids,
         page_size=c.page_size, num_pages=c.num_pages, decode_chunk=c.decode_chunk, dtype=dtype, seed=config.seed,
-        attention=c.attention, decode_text=model.tokenizer.decode,
+        attention=c.attention, unroll_layers=unroll, decode_text=model.tokenizer.decode,
     )  # fmt: skip

@@ -131,6 +131,12 @@ _TABLE: tuple[Key, ...] = (
     Key("rollout.num_pages", 0, "pages per replica; 0: as many as the slots can need", NOT_NEGATIVE),
     Key("rollout.decode_chunk", 32, "tokens per slot and device call, at most", POSITIVE),
     Key("rollout.attention", "auto", "attention backend; auto: the best that runs here", one_of("auto", "tpu", "xla")),
+    Key(
+        "rollout.unroll_layers",
+        "auto",
+        "decode without a scan over layers: a faster step, a slower compilation, CPU only; auto: there, from 32 new tokens on",
+        one_of("auto", "on", "off"),
+    ),
     Key("rollout.mesh.replica", -1, "devices along the samples, weights copied", MESH_SIZE),
     Key("rollout.mesh.tensor", 1, "devices along heads, MLP and vocabulary", MESH_SIZE),
     # Algorithm

@@ -20,6 +20,7 @@ from jrl.errors import UserError
 from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.attention import QUERY_CHUNK
+from jrl.models.unstack import worth_it
 from jrl.packing import LENGTH_STEP
 from jrl.rollout.backends import Backend, choose_backend
 from jrl.rollout.engine import PREFILL_TOKENS
@@ -120,6 +121,8 @@ def make_plan(config, arch: Arch, num_devices: int) -> Plan:
         )
     dtype = platform.compute_dtype(config.model.compute_dtype)
     backend, _ = choose_backend(config.rollout.attention, jax.default_backend(), arch, layouts["rollout"], dtype)
+    with _naming(f"config.rollout.unroll_layers={config.rollout.unroll_layers!r}"):
+        worth_it(config.rollout.unroll_layers, jax.default_backend(), config.rollout.max_new_tokens)
     with _naming(_mesh_key(config, "rollout")):
         held = _held(layouts, weights, batch, backend, dtype)
     phases = _phases(config, arch, layouts, weights, batch, dtype)

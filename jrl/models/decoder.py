@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
         untied = with_head and not arch.tie_embeddings
         self.lm_head = Linear((), (arch.hidden_size, arch.vocab_size), ("embed", "vocab"), False, rngs) if untied else None
 
-    def __call__(self, tokens, positions, attend, cache, *, dtype, constrain, remat):
+    def __call__(self, tokens, positions, attend, cache, *, dtype, constrain, remat, one_by_one=()):
         x = jnp.take(self.embed["embedding"][...], tokens, axis=0).astype(dtype)  # [d, t, D]
         x = constrain(x, ("batch", "length", "act_embed"))
         rotation = rotation_tables(self.arch, positions, dtype)
@@ -139,6 +139,10 @@ class Decoder(nnx.Module):
             layer, weights = layer_and_weights
             return nnx.merge(block_def, weights)(layer, *carry[:1], rotation, attend, carry[1], constrain), None
 
+        if one_by_one:
+            for layer, weights in enumerate(one_by_one):
+                (x, cache), _ = one_layer((x, cache), (jnp.int32(layer), _filled(stacked, weights)))
+            return self.final_norm(x), cache
         if remat != "none":
             one_layer = jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
         (x, cache), _ = jax.lax.scan(one_layer, (x, cache), (jnp.arange(self.arch.num_layers), stacked))
@@ -190,11 +194,16 @@ def _split(cls: type, arch: Arch):
     return nnx.split(nnx.eval_shape(lambda: cls(arch, nnx.Rngs(0))))
 
 
+def _filled(state, values: Params):
+    """A copy of a module's state with these values in place of its own."""
+    state = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(state, values)
+    return state
+
+
 def _module(cls: type, arch: Arch, params: Params):
     graph, abstract = _split(cls, arch)
-    state = jax.tree.map(lambda x: x, abstract)  # a copy whose values may be replaced
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)
+    return nnx.merge(graph, _filled(abstract, params))
 
 
 def abstract_params(arch: Arch, cls: type = Decoder) -> Params:
@@ -231,9 +240,14 @@ def forward(
     constrain: Constrain = unconstrained,
     remat: str = "none",
 ) -> tuple[jax.Array, Any]:
-    """The final hidden states [d, t, D] in `dtype`, and the cache as the attention calls left it."""
-    model = _module(Decoder, arch, params)
-    return model(tokens, positions, attend, cache, dtype=dtype, constrain=constrain, remat=remat)
+    """The final hidden states [d, t, D] in `dtype`, and the cache as the attention calls left it.
+
+    With `params["layers"]` a tuple (`jrl.models.unstack`) the layers are written out instead of scanned, and `remat` is of no
+    effect.
+    """
+    one_by_one = params["layers"] if isinstance(params["layers"], tuple) else ()
+    model = _module(Decoder, arch, {k: v for k, v in params.items() if k != "layers"} if one_by_one else params)
+    return model(tokens, positions, attend, cache, dtype=dtype, constrain=constrain, remat=remat, one_by_one=one_by_one)
 
 
 def logits(arch: Arch, params: Params, hidden: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.models.arch import Arch
+from jrl.models.unstack import unstack_layers
 from jrl.rollout.backends import PoolArray, choose_backend
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.programs import Decoded, EngineShape, Prompts, Slots, build
@@ -63,6 +64,7 @@ class Engine:
       num_pages: pages of each replica's pool, 0 for as many as all slots can need at once.
       seed: of every sample's random numbers, together with `Request.first_id`.
       attention: name of the attention backend, or "auto" for the best that runs here.
+      unroll_layers: decode without the scan over layers (`jrl.models.unstack`): faster, but slower to compile; on CPU only.
       decode_text: token ids to text, for stop strings; without it requests with such are refused.
     """
 
@@ -80,6 +82,7 @@ class Engine:
         dtype=jnp.float32,
         seed: int = 0,
         attention: str = "auto",
+        unroll_layers: bool = False,
         decode_text: Callable[[list[int]], str] | None = None,
     ):
         self.arch, self.layout = arch, layout
@@ -95,6 +98,7 @@ class Engine:
         self.programs, self.compiled = build(self.shape, backend, layout), ProgramLog("rollout")
         self.key = jax.random.key(seed)
         self.params, self.version, self.tickets = None, -1, 0
+        self.unroll_layers, self._decode_params = unroll_layers, None
         self.controls = SlotControls(arch.vocab_size, (self.replicas, slots), layout, decode_text)
         zeros = lambda dtype: np.zeros((self.replicas, slots), dtype)  # noqa: E731
         self.slots = Slots(
@@ -123,6 +127,7 @@ class Engine:
         if not self.idle and not under_way:
             raise RuntimeError("weights can be loaded only between generations: sequences are still under way")
         self.params, self.version = params, version
+        self._decode_params = unstack_layers(params) if self.unroll_layers and params is not None else params
         self.scheduler.new_weights(version)
 
     @property
@@ -290,7 +295,7 @@ class Engine:
         self.compiled.note("decode", *(x.shape[1:] for x in table), best, controls is not None)
         slots = Slots(*map(self._rows, self.slots))
         self.pool, slots, controls, out = self.programs.decode(
-            best, self.params, self.pool, Table(*map(self._rows, table)), slots, controls, self.key, np.int32(leave_at)
+            best, self._decode_params, self.pool, Table(*map(self._rows, table)), slots, controls, self.key, np.int32(leave_at)
         )
         self.controls.update(controls)
         after, out = jax.device_get((slots, out))

@@ -87,13 +87,13 @@ def surprises(params, asked, completions, shift=0):
 
 
 @pytest.mark.parametrize(
-    "meshes",
-    [{}, {"replica": 4, "tensor": 2}, {"replica": 2, "tensor": 4}],
-    ids=["one device", "8 devices", "more devices than KV heads"],
+    ("meshes", "options"),
+    [({}, {}), ({"replica": 4, "tensor": 2}, {"unroll_layers": True}), ({"replica": 2, "tensor": 4}, {})],
+    ids=["one device", "8 devices, layers one by one", "more devices than KV heads"],
 )
-def test_every_token_is_the_one_that_the_dense_model_and_its_uniform_give(meshes, engine, params):
+def test_every_token_is_the_one_that_the_dense_model_and_its_uniform_give(meshes, options, engine, params):
     if meshes:
-        engine = make_engine(Layout.rollout(meshes), slots=2)
+        engine = make_engine(Layout.rollout(meshes), slots=2, **options)
     asked = mixed()
     completions = engine.generate(asked)
     assert sorted(by_sample(completions)) == [(i, j) for i, r in enumerate(asked) for j in range(r.samples)]
