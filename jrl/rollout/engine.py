@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,8 @@ class Engine:
         self.programs, self.compiled = build(self.shape, backend, layout), ProgramLog("rollout")
         self.key = jax.random.key(seed)
         self.params, self.version, self.tickets = None, -1, 0
-        self.unroll_layers, self._decode_params = unroll_layers, None
+        self.unroll_layers = unroll_layers
+        self._decode_params: Any = None
         self.controls = SlotControls(arch.vocab_size, (self.replicas, slots), layout, decode_text)
         zeros = lambda dtype: np.zeros((self.replicas, slots), dtype)  # noqa: E731
         self.slots = Slots(
