@@ -3,7 +3,8 @@
 python benchmarks/rollout.py --model DIR_OR_GGUF --prompts 4 --group 8 --prompt-tokens 64 --completion-tokens 64 --steps 6
 python benchmarks/rollout.py --prompts 64 --group 1 --completion-tokens 50 --long-tokens 1000 --long-share 0.05 --slots 16
 
-The second is a long-tailed workload: some completions, drawn at random, are much longer than the others.
+The second is a long-tailed workload: some completions, drawn at random, are much longer than the others. With
+--engine transformers the same work is done by transformers' generate, in batches of --slots; it wants torch and a directory.
 """
 
 import time
@@ -15,9 +16,10 @@ from typing import Any  # noqa: E402
 import common  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import peers  # noqa: E402
 
 from jrl import platform  # noqa: E402
-from jrl.models.load import load_model  # noqa: E402
+from jrl.models.load import load_model, open_model  # noqa: E402
 from jrl.models.unstack import worth_it  # noqa: E402
 from jrl.rollout.engine import Engine  # noqa: E402
 from jrl.rollout.scheduler import Request  # noqa: E402
@@ -27,6 +29,7 @@ from jrl.sharding.layout import Layout  # noqa: E402
 
 def parse_args() -> argparse.Namespace:
     p = common.parser(__doc__.splitlines()[0])
+    p.add_argument("--engine", choices=("jrl", "transformers"), default="jrl")
     p.add_argument("--slots", type=int, default=0, help="sequences decoded at once per replica; 0: all, at most 64")
     p.add_argument("--page-size", type=int, default=16, help="tokens of a page")
     p.add_argument("--decode-chunk", type=int, default=32, help="tokens between two looks of the host")
@@ -118,8 +121,23 @@ def report(
     return out
 
 
-def main() -> None:
-    args, compiling = parse_args(), common.CompileClock()
+def of_transformers(args: argparse.Namespace) -> dict:
+    """The part of the report that makes sense for a static batch; nothing is compiled."""
+    work = Workload(args, open_model(args.model).tokenizer)
+    engine = peers.TransformersGenerate(args.model, args.slots or default_slots(work.samples, 1))
+    engine.generate(work, most=2)
+    seconds = [engine.generate(work) for _ in range(args.steps)]
+    one = [engine.generate(work, most=1) for _ in range(args.steps)]
+    return {
+        "seconds": common.spread(seconds),
+        "tokens_per_s": round(work.new_tokens / float(np.median(seconds)), 1),
+        "tokens_per_s_best": round(work.new_tokens / min(seconds), 1),
+        "one_token_call_s": common.spread(one),
+    }
+
+
+def of_jrl(args: argparse.Namespace) -> dict:
+    compiling = common.CompileClock()
     layout, dtype = Layout.rollout({"replica": -1, "tensor": 1}), platform.compute_dtype("auto")
     model = load_model(args.model, layout)
     platform.configure()
@@ -136,18 +154,19 @@ def main() -> None:
     generate(engine, params, work, 1, most=1)
     runs = [generate(engine, params, work, 2 + i) for i in range(args.steps)]
     one_token = [generate(engine, params, work, 100 + i, most=1) for i in range(args.steps)]
-    common.emit(
-        {
-            "benchmark": "rollout",
-            "args": vars(args),
-            **report(args, engine, params, work, runs, one_token),
-            "startup_s": round(startup_s, 1),
-            "first_call_s": round(first, 1),
-            "compile_s": round(compiling.seconds, 1),
-            "programs": len(engine.compiled),
-        },
-        args.json,
-    )
+    return {
+        **report(args, engine, params, work, runs, one_token),
+        "startup_s": round(startup_s, 1),
+        "first_call_s": round(first, 1),
+        "compile_s": round(compiling.seconds, 1),
+        "programs": len(engine.compiled),
+    }
+
+
+def main() -> None:
+    args = parse_args()
+    about = of_transformers(args) if args.engine == "transformers" else of_jrl(args)
+    common.emit({"benchmark": "rollout", "args": vars(args), **about}, args.json)
 
 
 if __name__ == "__main__":
