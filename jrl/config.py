@@ -66,6 +66,7 @@ SEED = Rule("from 0 to 4294967295", lambda v: 0 <= v < 2**32)  # jax's keys take
 FRACTION = Rule("from 0 to 1", lambda v: 0 <= v <= 1)
 BELOW_ONE = Rule("at least 0 and below 1", lambda v: 0 <= v < 1)
 INSIDE = Rule("above 0 and below 1", lambda v: 0 < v < 1)
+CAP = Rule("0 (off) or at least 1", lambda v: v == 0 or 1 <= v < math.inf)
 DUAL_CLIP = Rule("0 (off) or above 1", lambda v: v == 0 or 1 < v < math.inf)
 MESH_SIZE = Rule("positive, or -1 for the devices that the other axes leave", lambda v: v > 0 or v == -1)
 OWN_MESH_SIZE = Rule("positive, -1 for the devices that the others leave, or 0 in all axes", lambda v: v >= -1)
@@ -144,6 +145,7 @@ _TABLE: tuple[Key, ...] = (
     Key("algorithm.clip_low", 0.2, "ratios below 1 - clip_low are clipped", INSIDE),
     Key("algorithm.clip_high", 0.2, "ratios above 1 + clip_high are clipped", POSITIVE),
     Key("algorithm.dual_clip", 0.0, "bound of the loss at negative advantages, in advantages; 0: off", DUAL_CLIP),
+    Key("algorithm.rollout_is_cap", 0.0, "most that a token weighs to correct the rollout's rounding; 0: no correction", CAP),
     Key("algorithm.aggregation", "token-mean", "from token losses to the loss", AGGREGATION),
     Key("algorithm.normalize_std", True, "GRPO: divide by the group's standard deviation"),
     Key("algorithm.kl_coef", 0.0, "weight of the KL to the reference", NOT_NEGATIVE),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jrl.algorithms.kl import kl
 from jrl.algorithms.policy_loss import ppo_clip
+from jrl.algorithms.rollout_correction import truncated_importance_weights
 from jrl.algorithms.value_loss import clipped_value_loss
 from jrl.learner import Forward, Loss
 from jrl.packing import Packed
@@ -23,6 +24,9 @@ def _rows(packed: Packed) -> dict[str, jax.Array]:
 def policy_loss(algorithm) -> Loss:
     """Clipped policy gradient, entropy bonus and KL penalty; `algorithm` is config.algorithm.
 
+    With `rollout_is_cap` the policy gradient is weighted for the rollout's mismatch; what it reports besides are the mean
+    weight and the share of truncated ones.
+
     Without the column `old_logprobs` the update is the only one on its samples, and the old logprobs are the current
     ones: the ratio is exactly 1 and no second pass is paid for.
     """
@@ -34,12 +38,18 @@ def policy_loss(algorithm) -> Loss:
         tokens, about = ppo_clip(
             logprobs, old, c["advantages"], algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip or None
         )
-        total = jnp.sum(c["weight"] * tokens)
         share = c["share"]
         seen = share > 0
         mean = lambda x: jnp.sum(share * jnp.where(seen, x, 0.0))  # noqa: E731
         log_ratio, rollout = old - logprobs, c["rollout_logprobs"]
-        metrics = {
+        metrics = {}
+        if algorithm.rollout_is_cap:
+            importance, truncated = truncated_importance_weights(old, rollout, algorithm.rollout_is_cap)
+            tokens = tokens * importance
+            metrics["rollout_corr/rollout_is_mean"] = mean(importance)
+            metrics["rollout_corr/rollout_is_ratio_fraction_high"] = mean(truncated)
+        total = jnp.sum(c["weight"] * tokens)
+        metrics |= {
             "pg_loss": total,
             "entropy": mean(entropy),
             "pg_clipfrac": mean(about["clipped"]),

@@ -28,7 +28,7 @@ OPTIMIZER = ConfigDict(
 )  # fmt: skip
 ALGORITHM = ConfigDict(
     {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "entropy_coef": 0.01, "kl_in": "none", "kl_coef": 0.0,
-     "kl_estimator": "k3"}
+     "kl_estimator": "k3", "rollout_is_cap": 0.0}
 )  # fmt: skip
 
 
