@@ -25,6 +25,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.A
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
 MASTER_DTYPE = jnp.float32
+QUANTIZED_DTYPE = jnp.int8
 REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -38,9 +39,9 @@ def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return x
 
 
-def weight(shape: tuple[int, ...], axes: tuple[str, ...], init: Callable, rngs: nnx.Rngs) -> nnx.Param:
+def weight(shape: tuple[int, ...], axes: tuple[str, ...], init: Callable, rngs: nnx.Rngs, dtype: Any = MASTER_DTYPE) -> nnx.Param:
     """A weight: its shape, dtype, logical axes and initialiser, in one place."""
-    return nnx.Param(init(rngs.params(), shape, MASTER_DTYPE), axes=axes)
+    return nnx.Param(init(rngs.params(), shape, MASTER_DTYPE).astype(dtype), axes=axes)
 
 
 def flat_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -52,16 +53,31 @@ def flat_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
 
 
-class Linear(nnx.Module):
-    """y = x W + b, W stored as [in, out], with a leading axis of layers when it is stacked."""
+def with_input(integers: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+    """Both as they are; but XLA cannot take the integers' conversion out of a loop over x, and keep the larger copy meanwhile."""
+    return jax.lax.optimization_barrier((integers, x))
 
-    def __init__(self, stack: tuple[int, ...], sizes: tuple[int, int], axes: tuple[str, str], bias: bool, rngs: nnx.Rngs):
-        layers = ("layers",) * len(stack)
-        self.kernel = weight((*stack, *sizes), (*layers, *axes), nnx.initializers.normal(0.02), rngs)
+
+class Linear(nnx.Module):
+    """y = x W + b, W stored as [in, out], with a leading axis of layers when it is stacked.
+
+    Args:
+      int8: W is made of 8-bit integers and a scale f32[out] (`jrl.models.quantize`), which is applied to the product.
+    """
+
+    def __init__(
+        self, stack: tuple[int, ...], sizes: tuple[int, int], axes: tuple[str, str], bias: bool, rngs: nnx.Rngs,
+        int8: bool = False,
+    ):  # fmt: skip
+        layers, dtype = ("layers",) * len(stack), QUANTIZED_DTYPE if int8 else MASTER_DTYPE
+        self.kernel = weight((*stack, *sizes), (*layers, *axes), nnx.initializers.normal(0.02), rngs, dtype)
+        self.scale = weight((*stack, sizes[1]), (*layers, axes[1]), nnx.initializers.ones, rngs) if int8 else None
         self.bias = weight((*stack, sizes[1]), (*layers, axes[1]), nnx.initializers.zeros, rngs) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = flat_matmul(x, self.kernel[...].astype(x.dtype))
+        if self.scale is not None:
+            y = (y * self.scale[...]).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -81,20 +97,21 @@ class RMSNorm(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm attention and gated MLP; weights carry `stack` leading axes, the call sees one layer."""
 
-    def __init__(self, arch: Arch, stack: tuple[int, ...], rngs: nnx.Rngs):
+    def __init__(self, arch: Arch, stack: tuple[int, ...], rngs: nnx.Rngs, int8: bool):
         a, self.arch = arch, arch
+        linear = functools.partial(Linear, stack, rngs=rngs, int8=int8)
         q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         self.attn_norm = RMSNorm(stack, a.hidden_size, "norm", a.rms_norm_eps, rngs)
-        self.q = Linear(stack, (a.hidden_size, q_size), ("embed", "heads"), a.qkv_bias, rngs)
-        self.k = Linear(stack, (a.hidden_size, kv_size), ("embed", "kv_heads"), a.qkv_bias, rngs)
-        self.v = Linear(stack, (a.hidden_size, kv_size), ("embed", "kv_heads"), a.qkv_bias, rngs)
-        self.o = Linear(stack, (q_size, a.hidden_size), ("heads", "embed"), a.o_bias, rngs)
+        self.q = linear((a.hidden_size, q_size), ("embed", "heads"), a.qkv_bias)
+        self.k = linear((a.hidden_size, kv_size), ("embed", "kv_heads"), a.qkv_bias)
+        self.v = linear((a.hidden_size, kv_size), ("embed", "kv_heads"), a.qkv_bias)
+        self.o = linear((q_size, a.hidden_size), ("heads", "embed"), a.o_bias)
         self.q_norm = RMSNorm(stack, a.head_dim, "head_dim", a.rms_norm_eps, rngs) if a.qk_norm else None
         self.k_norm = RMSNorm(stack, a.head_dim, "head_dim", a.rms_norm_eps, rngs) if a.qk_norm else None
         self.mlp_norm = RMSNorm(stack, a.hidden_size, "norm", a.rms_norm_eps, rngs)
-        self.gate = Linear(stack, (a.hidden_size, a.intermediate_size), ("embed", "mlp"), a.mlp_bias, rngs)
-        self.up = Linear(stack, (a.hidden_size, a.intermediate_size), ("embed", "mlp"), a.mlp_bias, rngs)
-        self.down = Linear(stack, (a.intermediate_size, a.hidden_size), ("mlp", "embed"), a.mlp_bias, rngs)
+        self.gate = linear((a.hidden_size, a.intermediate_size), ("embed", "mlp"), a.mlp_bias)
+        self.up = linear((a.hidden_size, a.intermediate_size), ("embed", "mlp"), a.mlp_bias)
+        self.down = linear((a.intermediate_size, a.hidden_size), ("mlp", "embed"), a.mlp_bias)
 
     def __call__(self, layer, x, rotation, attend: Attend, cache, constrain: Constrain):
         a, (d, t, _) = self.arch, x.shape
@@ -116,22 +133,35 @@ class Block(nnx.Module):
         return x, cache
 
 
+class Embedding(nnx.Module):
+    """One row a token; in 8-bit integers with a scale f32[V], as in `Linear`."""
+
+    def __init__(self, sizes: tuple[int, int], rngs: nnx.Rngs, int8: bool):
+        dtype = QUANTIZED_DTYPE if int8 else MASTER_DTYPE
+        self.embedding = weight(sizes, ("vocab", "embed"), nnx.initializers.normal(0.02), rngs, dtype)
+        self.scale = weight(sizes[:1], ("vocab",), nnx.initializers.ones, rngs) if int8 else None
+
+    def __call__(self, tokens: jax.Array, dtype) -> jax.Array:
+        rows = jnp.take(self.embedding[...], tokens, axis=0)  # [d, t, D]
+        if self.scale is not None:
+            rows = rows * jnp.take(self.scale[...], tokens, axis=0)[..., None]
+        return rows.astype(dtype)
+
+
 class Decoder(nnx.Module):
     """Embedding, scanned blocks, final norm; the head is separate, because callers apply it in chunks."""
 
-    def __init__(self, arch: Arch, rngs: nnx.Rngs, with_head: bool = True):
+    def __init__(self, arch: Arch, rngs: nnx.Rngs, with_head: bool = True, int8: bool = False):
         self.arch = arch
-        self.embed = nnx.Dict(
-            embedding=weight((arch.vocab_size, arch.hidden_size), ("vocab", "embed"), nnx.initializers.normal(0.02), rngs)
-        )
-        self.layers = Block(arch, (arch.num_layers,), rngs)
+        self.embed = Embedding((arch.vocab_size, arch.hidden_size), rngs, int8)
+        self.layers = Block(arch, (arch.num_layers,), rngs, int8)
         self.final_norm = RMSNorm((), arch.hidden_size, "norm", arch.rms_norm_eps, rngs)
         untied = with_head and not arch.tie_embeddings
-        self.lm_head = Linear((), (arch.hidden_size, arch.vocab_size), ("embed", "vocab"), False, rngs) if untied else None
+        head = (arch.hidden_size, arch.vocab_size), ("embed", "vocab")
+        self.lm_head = Linear((), *head, False, rngs, int8) if untied else None
 
     def __call__(self, tokens, positions, attend, cache, *, dtype, constrain, remat, one_by_one=()):
-        x = jnp.take(self.embed["embedding"][...], tokens, axis=0).astype(dtype)  # [d, t, D]
-        x = constrain(x, ("batch", "length", "act_embed"))
+        x = constrain(self.embed(tokens, dtype), ("batch", "length", "act_embed"))
         rotation = rotation_tables(self.arch, positions, dtype)
         block_def, stacked = nnx.split(self.layers)
 
@@ -141,12 +171,17 @@ class Decoder(nnx.Module):
 
         if one_by_one:
             for layer, weights in enumerate(one_by_one):
+                if self.embed.scale is not None:
+                    weights, x = with_input(weights, x)
                 (x, cache), _ = one_layer((x, cache), (jnp.int32(layer), _filled(stacked, weights)))
             return self.final_norm(x), cache
         if remat != "none":
             one_layer = jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
         (x, cache), _ = jax.lax.scan(one_layer, (x, cache), (jnp.arange(self.arch.num_layers), stacked))
         return self.final_norm(x), cache
+
+
+Int8Decoder = functools.partial(Decoder, int8=True)  # the same model, its matrices quantized: to generate, not to train
 
 
 class Critic(nnx.Module):
@@ -190,7 +225,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _split(cls: type, arch: Arch):
+def _split(cls: Callable, arch: Arch):
     return nnx.split(nnx.eval_shape(lambda: cls(arch, nnx.Rngs(0))))
 
 
@@ -201,17 +236,17 @@ def _filled(state, values: Params):
     return state
 
 
-def _module(cls: type, arch: Arch, params: Params):
+def _module(cls: Callable, arch: Arch, params: Params):
     graph, abstract = _split(cls, arch)
     return nnx.merge(graph, _filled(abstract, params))
 
 
-def abstract_params(arch: Arch, cls: type = Decoder) -> Params:
+def abstract_params(arch: Arch, cls: Callable = Decoder) -> Params:
     """The parameter dict as `jax.ShapeDtypeStruct`s."""
     return nnx.to_pure_dict(_split(cls, arch)[1])
 
 
-def param_axes(arch: Arch, cls: type = Decoder) -> Params:
+def param_axes(arch: Arch, cls: Callable = Decoder) -> Params:
     """The parameter dict with each weight's tuple of logical axis names."""
     state = _split(cls, arch)[1]
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda p: isinstance(p, nnx.Variable))
@@ -242,22 +277,25 @@ def forward(
 ) -> tuple[jax.Array, Any]:
     """The final hidden states [d, t, D] in `dtype`, and the cache as the attention calls left it.
 
-    With `params["layers"]` a tuple (`jrl.models.unstack`) the layers are written out instead of scanned, and `remat` is of no
-    effect.
+    `params` may be those of `Decoder` or of `Int8Decoder`; so in `logits`. With `params["layers"]` a tuple
+    (`jrl.models.unstack`) the layers are written out instead of scanned, and `remat` is of no effect.
     """
     one_by_one = params["layers"] if isinstance(params["layers"], tuple) else ()
-    model = _module(Decoder, arch, {k: v for k, v in params.items() if k != "layers"} if one_by_one else params)
+    kind = Int8Decoder if "scale" in params["embed"] else Decoder
+    model = _module(kind, arch, {k: v for k, v in params.items() if k != "layers"} if one_by_one else params)
     return model(tokens, positions, attend, cache, dtype=dtype, constrain=constrain, remat=remat, one_by_one=one_by_one)
 
 
 def logits(arch: Arch, params: Params, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of hidden states [..., D]."""
-    if arch.tie_embeddings:
-        kernel, dims = params["embed"]["embedding"], "td,vd->tv"
-    else:
-        kernel, dims = params["lm_head"]["kernel"], "td,dv->tv"
+    head = params["embed"] if arch.tie_embeddings else params["lm_head"]
+    kernel, dims = (head["embedding"], "td,vd->tv") if arch.tie_embeddings else (head["kernel"], "td,dv->tv")
     flat = hidden.reshape(-1, hidden.shape[-1])
+    if "scale" in head:
+        kernel, flat = with_input(kernel, flat)
     out = jnp.einsum(dims, flat, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    if "scale" in head:
+        out = out * head["scale"]
     return out.reshape(*hidden.shape[:-1], -1)
 
 
