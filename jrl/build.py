@@ -21,6 +21,7 @@ from jrl.models.unstack import worth_it
 from jrl.plan import make_plan
 from jrl.rewards import RewardManager
 from jrl.rollout.engine import Engine
+from jrl.rollout.weights import weight_publisher
 from jrl.shapes import default_slots
 from jrl.sharding.layout import Layout
 from jrl.sharding.reshard import reshard
@@ -44,7 +45,7 @@ class Parts:
     policy: Learner
     initial_params: Any  # on the policy's mesh; dropped once the state is made
     engine: Engine
-    rollout_shardings: Any
+    rollout_weights: Callable[[Any], Any]  # from the policy's parameters, see `weight_publisher`
     critic: Learner | None
     initial_critic: Callable[[Any], Any] | None  # from the policy's initial parameters
     reference: Learner | None
@@ -92,12 +93,12 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
         reference = learner("reference", forward(layouts["reference"]), layouts["reference"], decoder.Decoder)
         reference_params = copy_params(model.params, reference.param_shardings)
     engine = make_engine(config, model, layouts["rollout"], dtype, prompts + eval_prompts)
-    shapes = decoder.abstract_params(model.arch)
+    rollout_weights = weight_publisher(model.arch, layouts["learner"], layouts["rollout"], dtype, config.rollout.weights)
     return Parts(
         arch=model.arch, tokenizer=model.tokenizer, dtype=dtype, train_prompts=prompts, eval_prompts=eval_prompts,
         stream=stream, rewards=rewards, policy=policy,
         initial_params=model.params, engine=engine,
-        rollout_shardings=layouts["rollout"].tree(decoder.param_axes(model.arch), shapes), critic=critic,
+        rollout_weights=rollout_weights, critic=critic,
         initial_critic=initial_critic, reference=reference, reference_params=reference_params, updates_per_step=updates,
         policy_delay_steps=delay,
     )  # fmt: skip
@@ -167,5 +168,5 @@ def make_engine(config, model: LoadedModel, layout: Layout, dtype, prompts: list
     return Engine(
         model.arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=model.eos_ids,
         page_size=c.page_size, num_pages=c.num_pages, decode_chunk=c.decode_chunk, dtype=dtype, seed=config.seed,
-        attention=c.attention, unroll_layers=unroll, decode_text=model.tokenizer.decode,
+        attention=c.attention, kv=c.kv, unroll_layers=unroll, decode_text=model.tokenizer.decode,
     )  # fmt: skip

@@ -131,6 +131,8 @@ _TABLE: tuple[Key, ...] = (
     Key("rollout.page_size", 16, "tokens of one page of the KV cache", POSITIVE),
     Key("rollout.num_pages", 0, "pages per replica; 0: as many as the slots can need", NOT_NEGATIVE),
     Key("rollout.decode_chunk", 32, "tokens per slot and device call, at most", POSITIVE),
+    Key("rollout.weights", "same", "matrices of the rollout: in compute_dtype, or 8-bit integers", one_of("same", "int8")),
+    Key("rollout.kv", "same", "keys and values of the KV cache: in compute_dtype, or 8-bit integers", one_of("same", "int8")),
     Key("rollout.attention", "auto", "attention backend; auto: the best that runs here", one_of("auto", "tpu", "xla")),
     Key(
         "rollout.unroll_layers",
@@ -375,6 +377,11 @@ def _conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_coef", "has no effect with algorithm.kl_in=none; give kl_in=loss or reward, or kl_coef=0"
     if a.kl_in == "loss" and a.kl_estimator == "k1":
         yield "algorithm.kl_estimator", "its gradient in the loss has mean 0, so it is only noise; give k2 or k3, or kl_in=reward"
+    if r.kv == "int8" and r.attention == "tpu":
+        yield "rollout.kv", "the tpu kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
+    for name in ("weights", "kv"):
+        if r[name] == "int8" and not a.rollout_is_cap:
+            yield f"rollout.{name}", f"its samples are of a rounded policy; give algorithm.rollout_is_cap=2.0, or {name}=same"
     if a.name == "ppo" and c.critic.policy_delay_steps >= c.steps:
         yield "critic.policy_delay_steps", f"the policy would never learn in steps={c.steps}; give less"
     pages = -(-(d.max_prompt_tokens + r.max_new_tokens - 1) // r.page_size) + 1  # the last token is never fed; the null page

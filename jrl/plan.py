@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from jrl import platform
@@ -25,6 +26,7 @@ from jrl.packing import LENGTH_STEP
 from jrl.rollout.backends import Backend, choose_backend
 from jrl.rollout.engine import PREFILL_TOKENS
 from jrl.rollout.scheduler import OPEN_PREFIXES
+from jrl.rollout.weights import int8_arrays
 from jrl.shapes import bucket, default_slots
 from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
 from jrl.sharding.mesh import describe, resolve_sizes
@@ -120,11 +122,13 @@ def make_plan(config, arch: Arch, num_devices: int) -> Plan:
             f"{batch['prompt_tokens']} that exceeds the {arch.max_position} positions of the model; lower one of them"
         )
     dtype = platform.compute_dtype(config.model.compute_dtype)
-    backend, _ = choose_backend(config.rollout.attention, jax.default_backend(), arch, layouts["rollout"], dtype)
+    backend, _ = choose_backend(
+        config.rollout.attention, jax.default_backend(), arch, layouts["rollout"], dtype, config.rollout.kv
+    )
     with _naming(f"config.rollout.unroll_layers={config.rollout.unroll_layers!r}"):
         worth_it(config.rollout.unroll_layers, jax.default_backend(), config.rollout.max_new_tokens)
     with _naming(_mesh_key(config, "rollout")):
-        held = _held(layouts, weights, batch, backend, dtype)
+        held = _held(config, layouts, weights, batch, backend, dtype)
     phases = _phases(config, arch, layouts, weights, batch, dtype)
     facts = {
         "family": arch.family, "num_params": arch.num_params(), "num_layers": arch.num_layers,
@@ -217,7 +221,7 @@ def _count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
     return sum(math.prod(shape) for shape, _ in weights)
 
 
-def _held(layouts, weights, batch, backend: Backend, dtype) -> dict[str, int]:
+def _held(config, layouts, weights, batch, backend: Backend, dtype) -> dict[str, int]:
     held: dict[str, int] = {}
     for name in ("learner", "critic"):
         if name in weights:
@@ -228,25 +232,22 @@ def _held(layouts, weights, batch, backend: Backend, dtype) -> dict[str, int]:
         held["reference: parameters, float32"] = _count(weights["reference"]) * MASTER_BYTES
     rollout = layouts["rollout"]
     pool = backend.pool_arrays(batch["num_pages"], batch["page_size"]).values()
-    shards = (rollout.sharding(x.axes, x.shape).shard_shape(x.shape) for x in pool)
-    held[f"rollout: KV pool, {dtype.name}, at most"] = sum(map(math.prod, shards)) * dtype.itemsize
+    shards = (math.prod(rollout.sharding(x.axes, x.shape).shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in pool)
+    kind = dtype.name if config.rollout.kv == "same" else config.rollout.kv
+    held[f"rollout: KV pool, {kind}, at most"] = sum(shards)
     return held
 
 
 def _phases(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dict[str, int]]:
     """The rollout's weights are let go before the updates and made anew after them."""
-    copied = sum(
-        math.prod(shape)
-        for (shape, spec), (train_shape, train_spec) in zip(weights["rollout"], weights["learner"], strict=True)
-        if dtype.itemsize != MASTER_BYTES or not _same_placement(spec, train_spec, shape, train_shape)
-    )
-    label = f"rollout weights, {dtype.name}" if copied else "rollout weights, the policy's own"
-    rollout = {label: copied * dtype.itemsize}
+    rollout = _rollout_weights(config, arch, layouts["rollout"], weights, dtype)
     tensor = layouts["rollout"].mesh.shape["tensor"]
     decode_logits = batch["slots"] * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
     keys = batch["slots"] * (batch["prompt_tokens"] + batch["response_tokens"])
-    gathered = keys * _kv_size(arch, tensor) * dtype.itemsize
-    work = max(_prefill_work(arch, batch, tensor, dtype), decode_logits + gathered)
+    gathered = keys * _kv_size(arch, tensor) * (dtype.itemsize + (config.rollout.kv == "int8"))  # as they lie, and as read
+    # The head as it is multiplied with: on CPU XLA converts all of it first.
+    head = arch.vocab_size * arch.hidden_size // tensor * dtype.itemsize * (config.rollout.weights == "int8")
+    work = max(_prefill_work(arch, batch, tensor, dtype), decode_logits + gathered + head)
     phases = {"generating": {**rollout, "work arrays, estimate": work}}
     for name in ("learner", "critic"):
         if name in weights:
@@ -258,6 +259,20 @@ def _phases(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dic
                 "activations, estimate": work,
             }
     return phases
+
+
+def _rollout_weights(config, arch: Arch, layout: Layout, weights, dtype) -> dict[str, int]:
+    """What the rollout's copy takes: none where dtype and placement are the policy's, all of it where it is quantized."""
+    if config.rollout.weights == "int8":
+        pairs = zip(*map(jax.tree.leaves, int8_arrays(arch, layout, dtype)), strict=True)
+        return {"rollout weights, int8": sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)}
+    copied = sum(
+        math.prod(shape)
+        for (shape, spec), (train_shape, train_spec) in zip(weights["rollout"], weights["learner"], strict=True)
+        if dtype.itemsize != MASTER_BYTES or not _same_placement(spec, train_spec, shape, train_shape)
+    )
+    label = f"rollout weights, {dtype.name}" if copied else "rollout weights, the policy's own"
+    return {label: copied * dtype.itemsize}
 
 
 def _same_placement(spec: Any, train_spec: Any, shape: tuple[int, ...], train_shape: tuple[int, ...]) -> bool:

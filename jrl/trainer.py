@@ -24,7 +24,6 @@ from jrl.build import Parts, build
 from jrl.data import Prompt
 from jrl.rollout.scheduler import Request
 from jrl.run import Interrupted, Run, run_directory
-from jrl.sharding.reshard import reshard
 from jrl.types import Batch, Rollout, concatenate, make_rollout, take
 
 log = logging.getLogger("jrl")
@@ -215,9 +214,9 @@ class Trainer:
         return {"policy": present(policy), "critic": present(critic)}
 
     def publish(self, states: dict) -> None:
-        """The policy's arrays in the rollout's layout; where both layouts agree these are the same arrays."""
+        """The policy's arrays in the rollout's layout and precision; where both agree these are the same arrays."""
         with self.run.timers("update_weights"):
-            params = reshard(states["policy"].params, self.parts.rollout_shardings, self.parts.dtype)
+            params = self.parts.rollout_weights(states["policy"].params)
             self.parts.engine.load(params, int(states["policy"].step))
 
     # evaluation ----------------------------------------------------------------------------------------------------------

@@ -182,6 +182,10 @@ BAD = [
     ("algorithm.kl_in", "both", {}),
     ("algorithm.dual_clip", 0.5, {}),
     ("algorithm.rollout_is_cap", 0.5, {}),
+    ("rollout.weights", "int8", {}),
+    ("rollout.kv", "int8", {}),
+    ("rollout.kv", "int8", {"rollout__attention": "tpu", "algorithm__rollout_is_cap": 2.0}),
+    ("rollout.weights", "int4", {"algorithm__rollout_is_cap": 2.0}),
     ("algorithm.clip_low", 1.0, {}),
     ("algorithm.gamma", 1.5, {}),
     ("learner.beta2", 1.0, {}),
@@ -223,6 +227,7 @@ def test_values_that_cannot_run_name_the_key(name, value, others):
         {"learner__mesh__fsdp": 8, "rollout__mesh__replica": 4, "rollout__mesh__tensor": 2},
         {"rollout__num_pages": 50},
         {"algorithm__dual_clip": 3.0},
+        {"rollout__weights": "int8", "rollout__kv": "int8", "algorithm__rollout_is_cap": 2.0},
         {"algorithm__rollout_is_cap": 1.0},
         {"reward__functions": "last_number*0.9, my.module:fn*-1"},
         {"data__train": "reasoning_gym:chain_sum", "data__train_size": 8},
@@ -243,6 +248,8 @@ def test_neighbours_of_the_refused_values_pass(good):
 def test_conflicts_say_why_and_what_to_give():
     kl = complete(algorithm__kl_in="loss", algorithm__kl_coef=0.1, algorithm__kl_estimator="k1")
     assert "has mean 0" in message(validate, kl) and message(validate, kl).endswith("give k2 or k3, or kl_in=reward")
+    text = message(validate, complete(rollout__weights="int8"))
+    assert text.startswith("config.rollout.weights='int8': ") and "give algorithm.rollout_is_cap=2.0, or weights=same" in text
     best = {"checkpoint__best": True, "data__eval_size": 8}
     assert "give checkpoint.every_steps" in message(validate, complete(**best))
     assert "give a divisor of 6" in message(validate, complete(checkpoint__every_steps=6, eval__every_steps=4, **best))

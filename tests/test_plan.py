@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from jrl.plan import make_plan, num_devices
 from jrl.rollout.backends import XlaBackend
 from jrl.rollout.engine import Engine
 from jrl.rollout.scheduler import Request
+from jrl.rollout.weights import weight_publisher
 from jrl.sharding.layout import Layout
 from jrl.types import Completion, make_rollout
 
@@ -73,6 +75,22 @@ def test_weights_and_pool_take_the_bytes_that_the_plan_says(sizes):
     )  # fmt: skip
     assert plan.held_bytes["rollout: KV pool, float32, at most"] == bytes_on(engine.pool, device)
     assert plan.batch["num_pages"] == engine.shape.num_pages and plan.batch["replicas"] == engine.replicas
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_integers_take_the_bytes_that_the_plan_says(tensor):
+    int8 = dict(rollout__weights="int8", rollout__kv="int8", algorithm__rollout_is_cap=2.0)
+    sizes = dict(data__max_prompt_tokens=24, rollout__max_new_tokens=8, rollout__prompts_per_step=4, rollout__group_size=4)
+    arch, plain = small_arch(), config(rollout__mesh__tensor=tensor, **sizes)
+    c = config(rollout__mesh__tensor=tensor, **sizes, **int8)
+    plan, train, rollout = make_plan(c, arch, 8), Layout.train({"fsdp": 8}), Layout.rollout({"replica": -1, "tensor": tensor})
+    published = weight_publisher(arch, train, rollout, jnp.float32, "int8")(decoder.init_params(arch, 0, train))
+    assert plan.phase_bytes["generating"]["rollout weights, int8"] == bytes_on(published, jax.devices()[0])
+    arrays = XlaBackend(arch, rollout, jnp.float32, "int8").pool_arrays(plan.batch["num_pages"], plan.batch["page_size"])
+    pool = {n: jax.device_put(np.zeros(x.shape, x.dtype), rollout.sharding(x.axes, x.shape)) for n, x in arrays.items()}
+    assert plan.held_bytes["rollout: KV pool, int8, at most"] == bytes_on(pool, jax.devices()[0])
+    whole = make_plan(plain, arch, 8).held_bytes["rollout: KV pool, float32, at most"]
+    assert bytes_on(pool, jax.devices()[0]) == whole * (1 + 4 / arch.head_dim) / 4
 
 
 def rollout_bytes(plan) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jrl.errors import UserError
 from jrl.models.arch import Arch
-from jrl.models.decoder import Attend
+from jrl.models.decoder import MASTER_DTYPE, QUANTIZED_DTYPE, Attend
 from jrl.rollout import paged_attention
 from jrl.sharding.layout import Axes, Layout
 
@@ -78,16 +78,19 @@ class XlaBackend:
     name = "xla"
     row_pages = paged_attention.ROW_PAGES
 
-    def __init__(self, arch: Arch, layout: Layout, dtype: Any):
-        self.arch, self.layout, self.dtype = arch, layout, dtype
+    def __init__(self, arch: Arch, layout: Layout, dtype: Any, kv: str = "same"):
+        self.arch, self.layout, self.dtype, self.kv = arch, layout, dtype, kv
         copies, rest = divmod(layout.shards("act_heads"), arch.num_kv_heads)
         self.copies = 1 if rest else max(copies, 1)
 
     def pool_arrays(self, num_pages: int, page_size: int) -> dict[str, PoolArray]:
         kv_heads = self.arch.num_kv_heads * self.copies
         rows = self.arch.num_layers * num_pages
-        shape = (self.layout.batch_shards, rows, kv_heads, page_size, self.arch.head_dim)
-        return dict.fromkeys(("k", "v"), PoolArray(shape, paged_attention.POOL_AXES, self.dtype))
+        shape, axes = (self.layout.batch_shards, rows, kv_heads, page_size, self.arch.head_dim), paged_attention.POOL_AXES
+        if self.kv == "same":
+            return dict.fromkeys(("k", "v"), PoolArray(shape, axes, self.dtype))
+        scales = dict.fromkeys(("k_scale", "v_scale"), PoolArray(shape[:-1], axes[:-1], MASTER_DTYPE))
+        return dict.fromkeys(("k", "v"), PoolArray(shape, axes, QUANTIZED_DTYPE)) | scales
 
     def decode_attend(
         self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int
@@ -113,29 +116,34 @@ class XlaBackend:
         return copied
 
 
-def _xla(arch: Arch, layout: Layout, dtype: Any, platform: str) -> Backend:
+def _xla(arch: Arch, layout: Layout, dtype: Any, kv: str, platform: str) -> Backend:
     del platform
-    return XlaBackend(arch, layout, dtype)
+    return XlaBackend(arch, layout, dtype, kv)
 
 
-def _tpu(arch: Arch, layout: Layout, dtype: Any, platform: str) -> Backend:
+def _tpu(arch: Arch, layout: Layout, dtype: Any, kv: str, platform: str) -> Backend:
     if platform != "tpu":
         raise UserError(f"attention backend 'tpu': its kernel runs on TPUs, and this is {platform}; choose 'xla' or 'auto'")
+    if kv != "same":
+        raise UserError(f"attention backend 'tpu': kv={kv!r} is beyond its kernel; choose 'xla', 'auto' or kv='same'")
     from jrl.rollout.tpu_attention import TpuBackend  # the kernel's packages take a second to import
 
     return TpuBackend(arch, layout, dtype)
 
 
 # By preference. Each makes the backend or raises a UserError that says why it cannot.
-BACKENDS: dict[str, Callable[[Arch, Layout, Any, str], Backend]] = {"tpu": _tpu, "xla": _xla}
+BACKENDS: dict[str, Callable[[Arch, Layout, Any, str, str], Backend]] = {"tpu": _tpu, "xla": _xla}
 
 
-def choose_backend(name: str, platform: str, arch: Arch, layout: Layout, dtype: Any) -> tuple[Backend, list[tuple[str, str]]]:
+def choose_backend(
+    name: str, platform: str, arch: Arch, layout: Layout, dtype: Any, kv: str = "same"
+) -> tuple[Backend, list[tuple[str, str]]]:
     """The attention backend for a platform.
 
     Args:
       name: a backend's name, or "auto": the first that can run, specialised ones before general ones.
       platform: of the rollout mesh's devices: "cpu", "gpu" or "tpu".
+      kv: what the pool holds, "same" for numbers of `dtype` or "int8".
 
     Returns:
       the backend, and for every other one (name, why it was not chosen), for the log.
@@ -146,14 +154,14 @@ def choose_backend(name: str, platform: str, arch: Arch, layout: Layout, dtype: 
     if name != "auto":
         if name not in BACKENDS:
             raise UserError(f"attention backend {name!r} does not exist; choose auto, {', '.join(BACKENDS)}")
-        return BACKENDS[name](arch, layout, dtype, platform), [(n, f"{name!r} was asked for") for n in BACKENDS if n != name]
+        return BACKENDS[name](arch, layout, dtype, kv, platform), [(n, f"{name!r} was asked for") for n in BACKENDS if n != name]
     chosen, reasons = None, []
     for other, make in BACKENDS.items():
         if chosen is not None:
             reasons.append((other, f"{chosen.name!r} can run and is preferred on {platform}"))
             continue
         try:
-            chosen = make(arch, layout, dtype, platform)
+            chosen = make(arch, layout, dtype, kv, platform)
         except UserError as error:
             reasons.append((other, str(error)))
     assert chosen is not None, "xla can always run"

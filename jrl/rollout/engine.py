@@ -65,6 +65,7 @@ class Engine:
       num_pages: pages of each replica's pool, 0 for as many as all slots can need at once.
       seed: of every sample's random numbers, together with `Request.first_id`.
       attention: name of the attention backend, or "auto" for the best that runs here.
+      kv: what the pages hold, "same" for keys and values in `dtype` or "int8".
       unroll_layers: decode without the scan over layers (`jrl.models.unstack`): faster, but slower to compile; on CPU only.
       decode_text: token ids to text, for stop strings; without it requests with such are refused.
     """
@@ -83,6 +84,7 @@ class Engine:
         dtype=jnp.float32,
         seed: int = 0,
         attention: str = "auto",
+        kv: str = "same",
         unroll_layers: bool = False,
         decode_text: Callable[[list[int]], str] | None = None,
     ):
@@ -94,7 +96,7 @@ class Engine:
         self.shape = EngineShape(arch, num_pages, page_size, decode_chunk, tuple(eos_ids), dtype)
         self.stats = EngineStats()
         self.scheduler = Scheduler(self.replicas, slots, num_pages, page_size, max_tokens, decode_chunk, self.stats)
-        backend, others = choose_backend(attention, layout.mesh.devices.flat[0].platform, arch, layout, dtype)
+        backend, others = choose_backend(attention, layout.mesh.devices.flat[0].platform, arch, layout, dtype, kv)
         log.info("attention backend: %s; %s", backend.name, "; ".join(f"not {name}: {why}" for name, why in others))
         self.programs, self.compiled = build(self.shape, backend, layout), ProgramLog("rollout")
         self.key = jax.random.key(seed)

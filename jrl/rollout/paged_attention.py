@@ -4,6 +4,10 @@ The pool is `{"k", "v"}`, each [R, L * pages, J, S, K]: a layer's pages are its 
 carry of the scan over layers and is updated in place. Within a page each head's tokens lie together, as the products over
 them want it: what is gathered from the pool is multiplied as it lies. Letters as in `jrl.models.attention`; R replicas, B
 slots of a replica, N rows of their page tables, W pages of a row, S tokens of a page.
+
+A pool of 8-bit integers has `{"k_scale", "v_scale"}` besides, f32[R, L * pages, J, S]: one scale for each head of each token.
+Everybody sees a token's keys and values as they are stored, the call that writes them too, so that how a sequence was cut
+into calls makes no difference.
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +16,30 @@ import jax
 import jax.numpy as jnp
 
 from jrl.models.attention import NEG_INF, attention, causal_mask
+from jrl.models.quantize import int8
 
 POOL_AXES = ("batch", "pages", "act_kv_heads", None, None)
 ROW_PAGES = 8  # of a row: with longer ones short slots would pay for the longest, with shorter ones there is more to merge
+
+
+def _as_stored(pool: dict[str, jax.Array], k: jax.Array, v: jax.Array) -> dict[str, jax.Array]:
+    """What the pool holds of keys and values [.., K], by its names: a scale [..] has the same axes but the last."""
+    if "k_scale" not in pool:
+        return {"k": k, "v": v}
+    (k, k_scale), (v, v_scale) = int8(k, -1), int8(v, -1)
+    return {"k": k, "k_scale": k_scale, "v": v, "v_scale": v_scale}
+
+
+def _as_read(stored: dict[str, jax.Array], dtype: Any) -> list[jax.Array]:
+    """Keys and values [.., K] of what a pool holds."""
+    if "k_scale" not in stored:
+        return [stored["k"], stored["v"]]
+    return [(stored[name] * stored[f"{name}_scale"][..., None]).astype(dtype) for name in ("k", "v")]
+
+
+def _gather(pool: dict[str, jax.Array], rows: jax.Array, dtype: Any) -> list[jax.Array]:
+    """Keys and values [R, .., J, S, K] of the pages i32[R, ..]."""
+    return _as_read({name: jax.vmap(lambda x, index: x[index])(x, rows) for name, x in pool.items()}, dtype)
 
 
 class Table(NamedTuple):
@@ -82,15 +107,15 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
         write = jax.vmap(lambda rows, row, off, new: rows.at[row, :, off].set(new.astype(rows.dtype)))
         read = jax.vmap(lambda rows, index: rows[index])
         base = layer * num_pages
-        pool = {"k": write(pool["k"], base + page, offset, k), "v": write(pool["v"], base + page, offset, v)}
+        pool = {name: write(pool[name], base + page, offset, x) for name, x in _as_stored(pool, k, v).items()}
         kv_heads, size = k.shape[-2:]
         q = q.reshape(replicas, slots, kv_heads, -1, size) * size**-0.5  # [R, B, J, G, K]
-        pages = [read(pool[name], base + own) for name in ("k", "v")]  # [R, N, W, J, S, K]
+        pages = _gather(pool, base + own, k.dtype)  # [R, N, W, J, S, K]
         top, total, out = _over_pages(q if rows == slots else read(q, owner), *pages, visible)
         if rows > slots:
             top, total, out = _merge(owned, owner, top, total, out)
         if prefixes:
-            pages = [read(pool[name], base + table.shared) for name in ("k", "v")]  # [R, P, V, J, S, K]
+            pages = _gather(pool, base + table.shared, k.dtype)  # [R, P, V, J, S, K]
             together = jnp.moveaxis(read(q, table.members), 2, 3)  # [R, P, J, M, G, K]
             parts = _over_pages(together.reshape(replicas, prefixes, kv_heads, -1, size), *pages, known)
             alone = lambda x: jnp.moveaxis(x.reshape(*x.shape[:3], members, -1, *x.shape[4:]), 3, 2)  # noqa: E731
@@ -146,13 +171,13 @@ def prefill_attend(table: jax.Array, prior: jax.Array, start: jax.Array, lens: j
     def attend(layer, q, k, v, pool):
         split = lambda x: x.reshape(replicas, prompts, length, *x.shape[-2:])  # noqa: E731
         write = jax.vmap(lambda rows, row, new: rows.at[row].set(new.astype(rows.dtype)))
-        read = jax.vmap(lambda rows, index: rows[index])
-        pages = lambda x: x.reshape(replicas, prompts, width, page_size, *x.shape[-2:]).swapaxes(3, 4)  # noqa: E731
+        pages = lambda x: x.reshape(replicas, prompts, width, page_size, *x.shape[2:]).swapaxes(3, 4)  # noqa: E731
         base = layer * num_pages
-        pool = {"k": write(pool["k"], base + table, pages(k)), "v": write(pool["v"], base + table, pages(v))}
-        blocks = [(split(k), split(v), mask)]
+        stored = _as_stored(pool, k, v)
+        pool = {name: write(pool[name], base + table, pages(x)) for name, x in stored.items()}
+        blocks = [(*map(split, _as_read(stored, k.dtype)), mask)]
         if prior.shape[-1]:
-            cached = (read(pool[n], base + prior).swapaxes(3, 4) for n in ("k", "v"))  # [R, P, W, S, J, K]
+            cached = (x.swapaxes(3, 4) for x in _gather(pool, base + prior, k.dtype))  # [R, P, W, S, J, K]
             blocks.append((*(x.reshape(replicas, prompts, -1, *k.shape[-2:]) for x in cached), seen))
         return attention(split(q), blocks).reshape(q.shape), pool
 

@@ -9,15 +9,15 @@ import jax
 
 from jrl import platform
 from jrl.errors import UserError
-from jrl.models import decoder, hf
+from jrl.models import hf
 from jrl.models.arch import Arch
 from jrl.models.load import load_model, read_arch
 from jrl.rollout.engine import Engine
+from jrl.rollout.weights import weight_publisher
 from jrl.serve.flags import DEFAULT_TOKENS, Settings
 from jrl.serve.schema import Limits
 from jrl.serve.text import make_decode
 from jrl.sharding.layout import Layout
-from jrl.sharding.reshard import reshard
 
 log = logging.getLogger("jrl")
 
@@ -54,20 +54,15 @@ class Backend:
         engine = Engine(
             model.arch, self._layout, slots=s.slots, max_tokens=limits.sequence_tokens, eos_ids=model.eos_ids,
             page_size=s.page_size, num_pages=s.num_pages, decode_chunk=s.decode_chunk, dtype=self._dtype, seed=s.seed,
-            attention=s.attention,
+            attention=s.attention, kv=s.kv,
             decode_text=make_decode(model.tokenizer),
         )  # fmt: skip
+        self._as_served = weight_publisher(model.arch, self._layout, self._layout, self._dtype, s.weights)
         engine.load(self._as_served(model.params), 0)
         self.served = Served(model.tokenizer, model.arch.vocab_size, limits)
         slots = s.slots * self._layout.batch_shards
         log.info("%s is ready: %d sequences at once, of at most %d tokens", s.model, slots, limits.sequence_tokens)
         return engine
-
-    def _as_served(self, params: Any) -> Any:
-        """In the rollout layout and in the type that is computed with."""
-        assert self._arch is not None
-        shardings = self._layout.tree(decoder.param_axes(self._arch), decoder.abstract_params(self._arch))
-        return reshard(params, shardings, self._dtype)
 
     def read_weights(self, directory: pathlib.Path) -> Any:
         """The parameters in a Hugging Face directory, as the engine wants them.

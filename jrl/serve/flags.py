@@ -36,6 +36,8 @@ class Settings:
     replica: int = -1
     tensor: int = 1
     dtype: str = "auto"
+    weights: str = "same"
+    kv: str = "same"
     attention: str = "auto"
     seed: int = 0
     allow_weight_updates: bool = False
@@ -63,6 +65,8 @@ ABOUT = {
     "replica": "engine replicas, each with a copy of the weights; -1 for as many as the devices allow",
     "tensor": "devices over which one copy of the weights is split",
     "dtype": "of computation: float32, bfloat16, or auto, which is float32 on CPU and bfloat16 elsewhere",
+    "weights": "same: matrices in --dtype, or int8: as 8-bit integers with a scale for each output, a quarter of float32",
+    "kv": "same: keys and values in --dtype, or int8: as 8-bit integers with a scale for each token and head",
     "attention": "attention backend: auto for the best that runs here, or its name",
     "seed": "of every sample's random numbers, together with a request's own seed",
     "allow_weight_updates": "offer POST /v1/load_weights",
@@ -72,6 +76,8 @@ LEAST = {
     "max_body_bytes": 1, "deadline_s": 0, "grace_s": 0, "page_size": 1, "num_pages": 0, "decode_chunk": 1, "replica": -1,
     "tensor": 1,
 }  # fmt: skip
+
+CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "weights": ("same", "int8"), "kv": ("same", "int8")}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,8 +125,9 @@ def _check(settings: Settings) -> None:
         raise UserError(f"--port={settings.port}: ports end at 65535")
     if settings.deadline_s == 0:
         raise UserError("--deadline_s=0: must be above 0")
-    if settings.dtype not in ("auto", "float32", "bfloat16"):
-        raise UserError(f"--dtype={settings.dtype}: must be auto, float32 or bfloat16")
+    for name, choices in CHOICES.items():
+        if getattr(settings, name) not in choices:
+            raise UserError(f"--{name}={getattr(settings, name)}: must be {', '.join(choices[:-1])} or {choices[-1]}")
     local = settings.host in ("127.0.0.1", "::1", "localhost")
     if settings.allow_weight_updates and settings.api_key is None and not local:
         raise UserError(f"--allow_weight_updates on --host={settings.host}: anybody could set the weights; set {KEY_VARIABLE}")

@@ -51,6 +51,14 @@ def test_a_backend_asked_for_by_name_is_taken_or_refused():
         choose("flash", "tpu")
 
 
+def test_integer_pages_are_for_xla():
+    backend, reasons = choose_backend("auto", "tpu", SMOL, layout_of(), jnp.bfloat16, "int8")
+    assert backend.name == "xla" and "kv='int8'" in dict(reasons)["tpu"]
+    assert backend.pool_arrays(8, 16)["k"].dtype == jnp.int8
+    with pytest.raises(UserError, match="^attention backend 'tpu': kv='int8' .*; choose 'xla', 'auto' or kv='same'$"):
+        choose_backend("tpu", "tpu", SMOL, layout_of(), jnp.bfloat16, "int8")
+
+
 @pytest.mark.parametrize("name", ["decode_attend", "prefill_attend", "copy_pages", "pool_arrays"])
 def test_backends_take_the_same_arguments(name):
     wanted = list(inspect.signature(getattr(Backend, name)).parameters)[1:]
