@@ -41,13 +41,14 @@ class Backend(Protocol):
         """The arrays of the pool, with padding where the backend pads: the truth about its bytes."""
 
     def decode_attend(
-        self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int
+        self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int, tokens: int = 1
     ) -> Attend:
-        """The `attend` of one new token per slot, to be called within a layer of `jrl.models.decoder.forward`.
+        """The `attend` of `tokens` new tokens per slot, to be called within a layer of `jrl.models.decoder.forward`.
 
         Args:
           table: the pages of the slots' tokens, shared and own.
-          lens: i32[R, B] tokens already in the cache; the new one is written at this position.
+          lens: i32[R, B] tokens already in the cache; the new ones, slot after slot, are written from this position on, those
+            that a slot has no page for to the null page.
           active: bool[R, B]; idle slots write to the null page, and their output has no meaning, but is finite.
         """
 
@@ -93,9 +94,9 @@ class XlaBackend:
         return dict.fromkeys(("k", "v"), PoolArray(shape, axes, QUANTIZED_DTYPE)) | scales
 
     def decode_attend(
-        self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int
+        self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int, tokens: int = 1
     ) -> Attend:
-        return self._copied(paged_attention.decode_attend(table, lens, active, num_pages, page_size))
+        return self._copied(paged_attention.decode_attend(table, lens, active, num_pages, page_size, tokens))
 
     def prefill_attend(
         self, table: jax.Array, prior: jax.Array, start: jax.Array, lens: jax.Array, num_pages: int, page_size: int

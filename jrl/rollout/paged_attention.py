@@ -62,16 +62,18 @@ def _over_pages(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.A
     """Softmax attention over some of the keys, not yet divided by its sum.
 
     Args:
-      q: [R, N, J, M, K], scaled; M queries of each KV head.
+      q: [R, N, J, M, K], scaled; M queries of each KV head, those of one new token side by side.
       keys, values: [R, N, W, J, S, K].
-      visible: bool[R, N, W, S].
+      visible: bool[R, N, W, T, S], what each of T new tokens sees; T is 1 where all see the same.
 
     Returns:
       the largest score and the sum of weights relative to it, both f32[R, N, J, M], and the weighted sum [R, N, J, M, K].
     """
     every = jnp.broadcast_to(q[:, :, None], (*keys.shape[:4], *q.shape[-2:]))  # [R, N, W, J, M, K]
     scores = jnp.einsum("rnwjmk,rnwjsk->rnwjms", every, keys, preferred_element_type=jnp.float32)
-    seen = visible[:, :, :, None, None]  # [R, N, W, 1, 1, S]
+    tokens = visible.shape[3]
+    seen = visible if tokens == 1 else jnp.repeat(visible, q.shape[3] // tokens, axis=3)
+    seen = seen[:, :, :, None]  # [R, N, W, 1, 1 or M, S]
     scores = jnp.where(seen, scores, NEG_INF)
     top = jnp.max(scores, axis=(2, 5), keepdims=True)
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
@@ -79,29 +81,34 @@ def _over_pages(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.A
     return jnp.squeeze(top, (2, 5)), jnp.sum(weights, axis=(2, 5)), jnp.sum(out, axis=2)
 
 
-def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int):
-    """Attention of one new token per slot.
+def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int, tokens: int = 1):
+    """Attention of T = `tokens` new tokens per slot, each to what is cached and to those before it.
 
     Args:
-      lens: i32[R, B] tokens already in the cache; the new one is written at this position.
+      lens: i32[R, B] tokens already in the cache; the new ones are written from this position on, those that a slot has no
+        page for to the null page.
       active: bool[R, B]; idle slots write to the null page.
     """
     (replicas, rows, width), slots = table.own.shape, lens.shape[1]
     owner = jnp.minimum(table.owner, slots - 1)
     of = lambda x: jnp.take_along_axis(x, owner, axis=1)  # noqa: E731  [R, B] to [R, N]
     own = jnp.where(of(active)[..., None], table.own, 0)
-    place = jnp.maximum(lens // page_size - table.skip, 0) + table.start * width  # of the new token's page among all entries
-    place = jnp.minimum(place, rows * width - 1)  # beyond it only where a slot is idle
-    page = jnp.where(active, jnp.take_along_axis(own.reshape(replicas, -1), place, axis=1), 0)  # [R, B]
-    offset = lens % page_size
-    first = (of(table.skip) + (jnp.arange(rows) - of(table.start)) * width) * page_size  # position of a row's first token
-    visible = first[..., None] + jnp.arange(width * page_size) <= of(lens)[..., None]  # [R, N, W S]
-    visible = visible.reshape(replicas, rows, width, page_size)
     owned = table.owner[:, None] == jnp.arange(slots)[:, None]  # [R, B, N]
+    each = lens[..., None] + jnp.arange(tokens)  # [R, B, T] positions of the new tokens
+    nth = jnp.maximum(each // page_size - table.skip[..., None], 0)  # of their pages among the slot's entries
+    there = active[..., None] & (nth < jnp.sum(owned, axis=-1)[..., None] * width)
+    place = jnp.where(there, nth + table.start[..., None] * width, 0).reshape(replicas, -1)  # among all entries
+    page = jnp.take_along_axis(own.reshape(replicas, -1), place, axis=1)
+    page = jnp.where(there.reshape(replicas, -1), page, 0)  # [R, B T]
+    offset = (each % page_size).reshape(replicas, -1)
+    first = (of(table.skip) + (jnp.arange(rows) - of(table.start)) * width) * page_size  # position of a row's first token
+    last = of(lens)[..., None, None] + jnp.arange(tokens)[:, None]  # [R, N, T, 1] that each new token sees
+    visible = first[..., None, None] + jnp.arange(width * page_size) <= last  # [R, N, T, W S]
+    visible = visible.reshape(replicas, rows, tokens, width, page_size).swapaxes(2, 3)
     prefixes, members = table.members.shape[1:]
     common = jnp.take_along_axis(table.skip, table.members[..., 0], axis=1) * page_size  # [R, P] tokens of each prefix
     known = jnp.arange(table.shared.shape[-1] * page_size) < common[..., None]  # [R, P, V S]
-    known = known.reshape(*table.shared.shape, page_size)
+    known = known.reshape(*table.shared.shape, 1, page_size)
 
     def attend(layer, q, k, v, pool):
         write = jax.vmap(lambda rows, row, off, new: rows.at[row, :, off].set(new.astype(rows.dtype)))
@@ -109,21 +116,23 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
         base = layer * num_pages
         pool = {name: write(pool[name], base + page, offset, x) for name, x in _as_stored(pool, k, v).items()}
         kv_heads, size = k.shape[-2:]
-        q = q.reshape(replicas, slots, kv_heads, -1, size) * size**-0.5  # [R, B, J, G, K]
+        q = q.reshape(replicas, slots, tokens, kv_heads, -1, size).swapaxes(2, 3) * size**-0.5
+        q = q.reshape(replicas, slots, kv_heads, -1, size)  # [R, B, J, T G, K]
         pages = _gather(pool, base + own, k.dtype)  # [R, N, W, J, S, K]
         top, total, out = _over_pages(q if rows == slots else read(q, owner), *pages, visible)
         if rows > slots:
             top, total, out = _merge(owned, owner, top, total, out)
         if prefixes:
             pages = _gather(pool, base + table.shared, k.dtype)  # [R, P, V, J, S, K]
-            together = jnp.moveaxis(read(q, table.members), 2, 3)  # [R, P, J, M, G, K]
+            together = jnp.moveaxis(read(q, table.members), 2, 3)  # [R, P, J, M, T G, K]
             parts = _over_pages(together.reshape(replicas, prefixes, kv_heads, -1, size), *pages, known)
             alone = lambda x: jnp.moveaxis(x.reshape(*x.shape[:3], members, -1, *x.shape[4:]), 3, 2)  # noqa: E731
             t, z, o = (_to_slots(alone(x), table.place, none) for x, none in zip(parts, (NEG_INF, 0.0, 0.0), strict=True))
             most = jnp.maximum(top, t)
             a, b = jnp.exp(top - most), jnp.exp(t - most)
             total, out = total * a + z * b, out * a[..., None] + o * b[..., None]
-        return (out / total[..., None]).reshape(replicas, slots, -1, size).astype(k.dtype), pool
+        out = (out / total[..., None]).reshape(replicas, slots, kv_heads, tokens, -1, size).swapaxes(2, 3)
+        return out.reshape(replicas, slots * tokens, -1, size).astype(k.dtype), pool
 
     return attend
 

@@ -143,9 +143,9 @@ class TpuBackend:
         return {"kv": PoolArray(shape, POOL_AXES, self.dtype)}
 
     def decode_attend(
-        self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int
+        self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int, tokens: int = 1
     ) -> Attend:
-        """Attention of one new token per slot; arguments as in `jrl.rollout.paged_attention.decode_attend`.
+        """Attention of a few new tokens per slot; arguments as in `jrl.rollout.paged_attention.decode_attend`.
 
         The work is in proportion to the slots' own lengths, whatever the width of the tables, and next to none for idle
         slots. The kernel knows no sharing: pages that slots have in common are read for each of them.
@@ -156,10 +156,14 @@ class TpuBackend:
             prefix = jnp.minimum(table.place // members, prefixes - 1)
             shared = jnp.take_along_axis(table.shared, prefix[..., None], axis=1)
         pages = jnp.where(active[..., None], _joined(shared, table.own, table.skip), 0)
+        pages = _pad(pages, 2, pages.shape[2] + -(-(tokens - 1) // page_size))  # for tokens that a slot has no page for
         lens = jnp.where(active, lens, 0)
-        page = jnp.take_along_axis(pages, (lens // page_size)[..., None], axis=-1)[..., 0]
+        each = lens[..., None] + jnp.arange(tokens)  # [R, B, T]
+        page = jnp.take_along_axis(pages, each // page_size, axis=-1)
         slots = jnp.full(pages.shape[:1], pages.shape[1], jnp.int32)
-        return self._attend(_Work((page, lens % page_size), pages, lens + 1, slots, active), num_pages)
+        flat = lambda x: x.reshape(len(x), -1)  # noqa: E731  [R, B T]
+        written, valid = (flat(page), flat(each % page_size)), flat(jnp.broadcast_to(active[..., None], each.shape))
+        return self._attend(_Work(written, pages, lens + tokens, slots, valid), num_pages)
 
     def prefill_attend(
         self, table: jax.Array, prior: jax.Array, start: jax.Array, lens: jax.Array, num_pages: int, page_size: int

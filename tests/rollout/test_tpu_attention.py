@@ -172,10 +172,12 @@ def unshared(table):
     return Table(table, rows, rows, zeros((replicas, slots)), shared, members, zeros((replicas, slots)))
 
 
-def decode(x, lens, table=None):
+def decode(x, lens, table=None, tokens=1):
     table = unshared(TABLE) if table is None else table
-    lens, active = np.asarray(lens), table.own[..., 0] > 0
-    return x.run(x.backend.decode_attend, (table, lens, active), lens[..., None]), lens[..., None]
+    lens, active = np.asarray(lens), np.take_along_axis(table.own[..., 0], table.start, axis=1) > 0
+    make = x.backend.decode_attend if tokens == 1 else functools.partial(x.backend.decode_attend, tokens=tokens)
+    index = np.minimum(lens[..., None] + np.arange(tokens), x.q.shape[3] - 1)
+    return x.run(make, (table, lens, active), index), index
 
 
 @pytest.mark.parametrize(
@@ -232,6 +234,34 @@ def test_a_shared_prefix_is_read_by_its_members_and_by_nobody_else(interpreted):
     x.pool = pool
     out, _ = decode(x, [[6, 5, 2]], SHARED._replace(shared=np.array([[[7, 0]]])))
     assert x.error(out, index, [[0, 0, 1]]) < 1e-5 < 1e-2 < x.error(out, index, [[1, 1, 0]])
+
+
+# The same pages again, each a row of its own.
+ROWS = Table(
+    own=np.array([[[5], [2], [9], [7], [3], [1], [0]]]), owner=np.array([[0, 0, 0, 1, 1, 1, 2]]), start=np.array([[0, 3, 6]]),
+    skip=np.zeros((1, 3), int), shared=np.zeros((1, 0, 1), int), members=np.zeros((1, 0, 1), int), place=np.zeros((1, 3), int),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, table", [(TpuBackend, SHARED), (XlaBackend, SHARED), (XlaBackend, ROWS)])
+def test_several_new_tokens_see_what_is_cached_and_those_before_them(interpreted, kind, table):
+    """The second crosses a page's border; the first runs out of its pages, and changes no other but the null page."""
+    x = Sequences(kind(small_arch(4, 2), layout_of(), jnp.float32), 1, 3, 12)
+    x.k[:, :, 1, :PAGE], x.v[:, :, 1, :PAGE] = x.k[:, :, 0, :PAGE], x.v[:, :, 0, :PAGE]
+    first = [5, 5, 8] if table is SHARED else [5, 7, 0]
+    pages = np.array([[[first[0], 2, 9], [first[1], 3, 1], [first[2], 0, 0]]])
+    lens, known = [[10, 5, 0]], [[2, 4, 0]]
+    prefill(x, [[0, 0, 0]], lens, pages, 3 * PAGE)
+    pool = x.pool
+    out, index = decode(x, lens, table, tokens=4)
+    assert x.error(out, index, known) < 1e-5 and np.isfinite(out).all()
+    changed = {int(page) % PAGES for n in pool for page in np.argwhere(np.array(pool[n] != x.pool[n]))[:, 1]}
+    assert changed - {8} == {0, 9, 3, 1}  # 8 is the third slot's own, if it has one
+    x.pool = pool
+    x.k[:, :, :2, 5:7] += 1  # the second's first two new tokens are seen by its later ones, too
+    out, _ = decode(x, [[10, 7, 0]], table, tokens=2)
+    x.k[:, :, :2, 5:7] -= 1
+    assert x.error(out, index[..., 2:], [[0, 2, 0]]) > 1e-2
 
 
 def test_bfloat16_is_as_good_as_its_rounding(interpreted):
