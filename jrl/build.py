@@ -168,5 +168,5 @@ def make_engine(config, model: LoadedModel, layout: Layout, dtype, prompts: list
     return Engine(
         model.arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=model.eos_ids,
         page_size=c.page_size, num_pages=c.num_pages, decode_chunk=c.decode_chunk, dtype=dtype, seed=config.seed,
-        attention=c.attention, kv=c.kv, unroll_layers=unroll, decode_text=model.tokenizer.decode,
+        attention=c.attention, kv=c.kv, unroll_layers=unroll, decode_text=model.tokenizer.decode, speculate=c.speculate,
     )  # fmt: skip

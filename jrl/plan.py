@@ -242,7 +242,8 @@ def _phases(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dic
     """The rollout's weights are let go before the updates and made anew after them."""
     rollout = _rollout_weights(config, arch, layouts["rollout"], weights, dtype)
     tensor = layouts["rollout"].mesh.shape["tensor"]
-    decode_logits = batch["slots"] * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
+    tokens = batch["slots"] * (config.rollout.speculate + 1)  # of a pass of decoding
+    decode_logits = tokens * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
     keys = batch["slots"] * (batch["prompt_tokens"] + batch["response_tokens"])
     gathered = keys * _kv_size(arch, tensor) * (dtype.itemsize + (config.rollout.kv == "int8"))  # as they lie, and as read
     # The head as it is multiplied with: on CPU XLA converts all of it first.
@@ -361,6 +362,9 @@ def _programs(config, layouts: dict[str, Layout], batch: dict[str, int], backend
         "rollout.prefill (prompts, tokens, pages cached before)": _prefill_sizes(batch, batch["replicas"]),
         "rollout.decode (rows, pages of a row, shared prefixes, their members, their pages)": _decode_sizes(
             batch, samples, backend.row_pages
+        ),
+        "rollout.speculate (rows, pages of a row, shared prefixes, their members, their pages)": (
+            _decode_sizes(batch, samples, backend.row_pages) if config.rollout.speculate else []
         ),
         "rollout.copy (pages)": [(n,) for n in _buckets(batch["slots"])] if samples > 1 else [],
         f"policy.update {axes}": passes("learner", batch["minibatch_sequences"]),

@@ -34,10 +34,13 @@ class ProgramLog:
     def __init__(self, name: str):
         self.name, self.seen = name, set()
 
-    def note(self, *key) -> None:
-        if key not in self.seen:
+    def note(self, *key) -> bool:
+        """Whether a program of these sizes is new, and about to be compiled."""
+        new = key not in self.seen
+        if new:
             self.seen.add(key)
             log.debug("%s: program %d: %s", self.name, len(self.seen), key)
+        return new
 
     def __len__(self) -> int:
         return len(self.seen)

@@ -21,6 +21,7 @@ from jrl.rollout.paged_attention import Table
 from jrl.rollout.programs import Decoded, EngineShape, Prompts, Slots, build
 from jrl.rollout.scheduler import Counts, Group, Prefix, Request, Sample, Scheduler
 from jrl.rollout.slot_controls import SlotControls
+from jrl.rollout.speculate import Speculation, Tally
 from jrl.rollout.tables import TableMaker
 from jrl.shapes import ProgramLog, bucket, power_of_two
 from jrl.types import Completion
@@ -35,20 +36,28 @@ class EngineStats(Counts):
     """Counts since the last reset."""
 
     decode_tokens: int = 0  # sampled tokens
-    decode_steps: int = 0  # iterations of the decode loop, each over all slots
-    slot_steps: int = 0  # the same times the slots of all replicas: the most tokens that could have been sampled
+    decode_steps: int = 0  # iterations of the decode loop: forward passes, each over all slots
+    slot_steps: int = 0  # the same times the slots of all replicas
+    busy_steps: int = 0  # of them, those whose slot was busy, and made a token; with drafts, one or more
+    decode_calls: int = 0  # of the decode loop, each of at most `decode_chunk` iterations
+    draft_calls: int = 0  # of them, those with drafts
+    drafted: int = 0  # tokens guessed
+    accepted: int = 0  # of them, those that were sampled
     prefill_tokens: int = 0  # prompt tokens computed, padding not counted
     seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Shares from 0 to 1, and counts.
 
-        `slot_use`: of the slots' steps, those that sampled a token. `prefix_hit_rate`: of the prompt tokens that groups
-        needed, those found in the prefix index. `prefill_saved`: of the prompt tokens that every sample would have computed
-        for itself, those that were not.
+        `slot_use`: of the slots' steps, those in which the slot was busy. `draft_accepted`: of the tokens drafted, those that
+        were right. `speculating`: of the decode loop's calls, those with drafts. `prefix_hit_rate`: of the prompt tokens that
+        groups needed, those found in the prefix index. `prefill_saved`: of the prompt tokens that every sample would have
+        computed for itself, those that were not.
         """
         return {
-            "rollout/slot_use": self.decode_tokens / max(self.slot_steps, 1),
+            "rollout/slot_use": self.busy_steps / max(self.slot_steps, 1),
+            "rollout/draft_accepted": self.accepted / max(self.drafted, 1),
+            "rollout/speculating": self.draft_calls / max(self.decode_calls, 1),
             "rollout/prefix_hit_rate": self.hit_tokens / max(self.hit_tokens + self.prefill_tokens, 1),
             "rollout/prefill_saved": 1 - self.prefill_tokens / max(self.prompt_tokens, 1),
             "rollout/preemptions": self.preemptions,
@@ -68,6 +77,8 @@ class Engine:
       kv: what the pages hold, "same" for keys and values in `dtype` or "int8".
       unroll_layers: decode without the scan over layers (`jrl.models.unstack`): faster, but slower to compile; on CPU only.
       decode_text: token ids to text, for stop strings; without it requests with such are refused.
+      speculate: tokens drafted per slot and forward pass (`jrl.rollout.speculate`), in calls where that has been faster; 0 for
+        none ever. Tokens are the same with drafts as without, logprobs but for rounding.
     """
 
     def __init__(
@@ -87,6 +98,7 @@ class Engine:
         kv: str = "same",
         unroll_layers: bool = False,
         decode_text: Callable[[list[int]], str] | None = None,
+        speculate: int = 0,
     ):
         self.arch, self.layout = arch, layout
         width = -(-max_tokens // page_size)
@@ -109,6 +121,9 @@ class Engine:
             token=zeros(np.int32), lens=zeros(np.int32), remaining=zeros(np.int32), made=zeros(np.int32),
             request=zeros(np.uint32), temperature=zeros(np.float32), ignore_eos=zeros(bool),
         )  # fmt: skip
+        self.speculation = (
+            Speculation(speculate, self.shape, backend, layout, (self.replicas, slots), max_tokens) if speculate else None
+        )
         self.tables = TableMaker(backend.row_pages)
         self.pool = self._make_pool(backend.pool_arrays(num_pages, page_size))
 
@@ -154,7 +169,7 @@ class Engine:
         return tickets
 
     def step(self) -> list[Completion]:
-        """Admits what fits, decodes up to `decode_chunk` tokens, and returns what finished; `request` is the ticket."""
+        """Admits what fits, makes up to `decode_chunk` passes of decoding, and returns what finished; `request` is the ticket."""
         if self.params is None:
             raise RuntimeError("no weights are loaded: call load(params, version) first")
         began = time.perf_counter()
@@ -165,10 +180,11 @@ class Engine:
         self._copy(copies)
         for replica, slot, sample in started:
             self._place(replica, slot, sample)
-        for at in self.scheduler.grow():
+        drafting = self._drafting()
+        for at in self.scheduler.grow(self.speculation.room if drafting else self.shape.decode_chunk):
             self.slots.remaining[at] = 0
         if (self.slots.remaining > 0).any():
-            finished += self._decode()
+            finished += self._decode(drafting)
         self.scheduler.check()
         self.stats.seconds += time.perf_counter() - began
         return finished
@@ -177,7 +193,8 @@ class Engine:
         """All completions of the requests; `Completion.request` is the position in `requests`.
 
         They are, bit by bit, the same whatever was generated before: prompts cached by earlier calls are not used, as what is
-        read from the cache may differ in its last bits from what is computed with the rest of the prompt.
+        read from the cache may differ in its last bits from what is computed with the rest of the prompt. With `speculate`
+        that holds but for rounding, since speed decides which calls draft.
         """
         if self.idle:
             self.scheduler.forget()
@@ -289,26 +306,66 @@ class Engine:
         s.request[at], s.temperature[at] = (request.first_id + sample.index) & 0xFFFFFFFF, request.temperature
         s.ignore_eos[at] = request.ignore_eos
         self.controls.place(at, sample)
+        if self.speculation is not None:
+            self.speculation.write(at, 0, sample.sequence())
 
-    def _decode(self) -> list[Completion]:
+    def _drafting(self) -> bool:
+        """Whether the next call of the decode loop drafts: where that has been faster, can be done and has room."""
+        if self.speculation is None:
+            return False
+        possible = self.controls.current(self.slots.remaining > 0) == (0, None)
+        return possible and self.speculation.pace.drafting() and self.scheduler.has_room(self.speculation.room)
+
+    def _decode(self, drafting: bool) -> list[Completion]:
         busy = self.slots.remaining > 0
         table = self.tables.make(self.scheduler.replicas)
         # With samples waiting, an eighth of the slots falling idle is worth a trip to the host.
-        leave_at = int(busy.sum()) - max(int(busy.sum()) // 8, 1) if self.scheduler.pending else 0
-        best, controls = self.controls.current(busy)
-        self.compiled.note("decode", *(x.shape[1:] for x in table), best, controls is not None)
-        slots = Slots(*map(self._rows, self.slots))
+        leave_at = np.int32(busy.sum() - max(busy.sum() // 8, 1) if self.scheduler.pending else 0)
+        if self.speculation is not None:
+            jax.block_until_ready(self.pool)  # the prefill's time is not this call's
+        began = time.perf_counter()
+        comparable, after, out, tally = (self._draft_call if drafting else self._plain_call)(table, leave_at)
+        seconds = time.perf_counter() - began
+        made = after.made - self.slots.made
+        passes = made if tally is None else tally.passes
+        if self.speculation is not None and comparable:
+            self.speculation.pace.record(drafting, seconds / int(passes.max()) * int(passes.sum()) / int(made.sum()))
+        self.slots = Slots(*(np.array(x) for x in after))  # writable copies
+        self._count(made, passes, tally)
+        return [c for at in zip(*np.nonzero(busy), strict=True) if (c := self._advance(at, int(made[at]), out)) is not None]
+
+    def _plain_call(self, table: Table, leave_at: np.int32) -> tuple[bool, Slots, Decoded, None]:
+        """Whether its time is that of plain decoding alone, without compiling and controls; and what there is after it."""
+        best, controls = self.controls.current(self.slots.remaining > 0)
+        new = self.compiled.note("decode", *(x.shape[1:] for x in table), best, controls is not None)
+        table, slots = Table(*map(self._rows, table)), Slots(*map(self._rows, self.slots))
         self.pool, slots, controls, out = self.programs.decode(
-            best, self._decode_params, self.pool, Table(*map(self._rows, table)), slots, controls, self.key, np.int32(leave_at)
+            best, self._decode_params, self.pool, table, slots, controls, self.key, leave_at
         )
         self.controls.update(controls)
-        after, out = jax.device_get((slots, out))
-        made = after.made - self.slots.made
-        self.slots = Slots(*(np.array(x) for x in after))  # writable copies
-        self.stats.decode_tokens += int(made.sum())
-        self.stats.decode_steps += int(made.max())
-        self.stats.slot_steps += int(made.max()) * made.size
-        return [c for at in zip(*np.nonzero(busy), strict=True) if (c := self._advance(at, int(made[at]), out)) is not None]
+        return not new and (best, controls) == (0, None), *jax.device_get((slots, out)), None
+
+    def _draft_call(self, table: Table, leave_at: np.int32) -> tuple[bool, Slots, Decoded, Tally]:
+        """As `_plain_call`, with drafts; nobody asks for controls."""
+        new = self.compiled.note("speculate", *(x.shape[1:] for x in table))
+        table, slots = Table(*map(self._rows, table)), Slots(*map(self._rows, self.slots))
+        self.pool, *rest = self.speculation.program(
+            self._decode_params, self.pool, table, slots, self._rows(self.speculation.history), self.key, leave_at
+        )
+        return not new, *jax.device_get(rest)
+
+    def _count(self, made: np.ndarray, passes: np.ndarray, tally: Tally | None) -> None:
+        """Tokens and forward passes of each slot in a call, both i32[R, B], which are the same without drafts."""
+        stats, steps = self.stats, int(passes.max())  # a slot that is busy at the end has been so from the start
+        stats.decode_calls += 1
+        stats.decode_tokens += int(made.sum())
+        stats.decode_steps += steps
+        stats.slot_steps += steps * passes.size
+        stats.busy_steps += int(passes.sum())
+        if tally is not None:
+            stats.draft_calls += 1
+            stats.drafted += int(tally.drafted.sum())
+            stats.accepted += int(tally.accepted.sum())
 
     def _advance(self, at: tuple[int, int], count: int, out: Decoded) -> Completion | None:
         """Takes over what a slot has sampled; its completion if that is its end."""
@@ -316,6 +373,8 @@ class Engine:
         assert sample is not None
         stopped = self.controls.stopped(at, out.tokens[at][:count].tolist())
         count = count if stopped is None else stopped
+        if self.speculation is not None:
+            self.speculation.write(at, sample.cached + 1, out.tokens[at][:count])
         sample.extend(Decoded(*(x[at][:count] for x in out)), self.version)
         ended = stopped is not None or self.slots.remaining[at] == 0
         if not ended:

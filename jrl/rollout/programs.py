@@ -83,6 +83,12 @@ def prefill(shape: EngineShape, backend: Backend, constrain, score: bool, params
     return pool, token_logprobs(shape.arch, params, hidden, prompts.targets, 1.0, LOGIT_CHUNK, constrain)[0]
 
 
+def some_busy(i: jax.Array, n: int, slots: Slots, leave_at: jax.Array) -> jax.Array:
+    """Whether a decode loop goes on after i of n rounds: while more than `leave_at` slots are busy, and for one round anyway."""
+    left = jnp.sum(slots.remaining > 0)
+    return (i < n) & (left > 0) & ((left > leave_at) | (i == 0))
+
+
 def decode(
     shape: EngineShape, backend: Backend, constrain, best: int, params, pool, table, slots: Slots,
     controls: Controls | None, key, leave_at,
@@ -100,11 +106,6 @@ def decode(
     """
     n = shape.decode_chunk
     eos = jnp.asarray(shape.eos_ids, jnp.int32)
-
-    def busy(carry):
-        i, _, s, _, _ = carry
-        left = jnp.sum(s.remaining > 0)
-        return (i < n) & (left > 0) & ((left > leave_at) | (i == 0))
 
     def one_token(carry):
         i, pool, s, controls, out = carry
@@ -139,8 +140,9 @@ def decode(
         return i + 1, pool, s, controls, out
 
     made = lambda dtype, *more: jnp.zeros((*slots.token.shape, n, *more), dtype)  # noqa: E731
+    go_on = lambda carry: some_busy(carry[0], n, carry[2], leave_at)  # noqa: E731
     out = Decoded(made(jnp.int32), made(jnp.float32), made(jnp.float32), made(jnp.int32, best), made(jnp.float32, best))
-    _, *result = jax.lax.while_loop(busy, one_token, (jnp.int32(0), pool, slots, controls, out))
+    _, *result = jax.lax.while_loop(go_on, one_token, (jnp.int32(0), pool, slots, controls, out))
     return tuple(result)
 
 

@@ -317,8 +317,19 @@ class Scheduler:
         sample.pages = prefix.pages[:full] + own
         return sample, [(prefix.pages[full], own[0])] if partial else []
 
-    def grow(self) -> list[tuple[int, int]]:
-        """Gives each sample the pages of its next `decode_chunk` tokens, oldest first; the youngest pay if there are too few.
+    def _wanted(self, sample: Sample, tokens: int) -> int:
+        """Pages that a sample lacks for its next tokens."""
+        return self._pages(sample.cached + min(sample.remaining, tokens)) - len(sample.pages)
+
+    def has_room(self, tokens: int) -> bool:
+        """`grow(tokens)` would find its pages, at nobody's cost."""
+        return all(
+            sum(max(self._wanted(sample, tokens), 0) for _, sample in replica.busy) <= replica.pages.available
+            for replica in self.replicas
+        )
+
+    def grow(self, tokens: int) -> list[tuple[int, int]]:
+        """Gives each sample the pages of its next `tokens` tokens, oldest first; the youngest pay if there are too few.
 
         Returns:
           (replica, slot) of the samples that were preempted.
@@ -326,7 +337,7 @@ class Scheduler:
         out: list[tuple[int, int]] = []
         for index, replica in enumerate(self.replicas):
             for slot, sample in sorted(replica.busy, key=lambda x: x[1].born):
-                needed = self._pages(sample.cached + min(sample.remaining, self.decode_chunk)) - len(sample.pages)
+                needed = self._wanted(sample, tokens)
                 while replica.slots[slot] is sample and replica.pages.available < needed:
                     if replica.open:
                         self.close(replica, replica.open[-1])

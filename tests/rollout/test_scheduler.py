@@ -38,7 +38,7 @@ def admit(s, budget=1000):
         s.computed(index, prefix)
     started, copies = s.start()
     s.check()
-    preempted = s.grow()
+    preempted = s.grow(CHUNK)
     s.check()
     return started, copies, preempted
 
