@@ -12,6 +12,7 @@ class Work(Protocol):
     prompts: list[np.ndarray]
     lengths: np.ndarray
     group: int
+    temperature: float
 
 
 class TransformersGenerate:
@@ -35,7 +36,9 @@ class TransformersGenerate:
             batch = rows[i : i + self.batch]
             ids = torch.tensor(np.stack([p for p, _ in batch]), dtype=torch.long, device=self.device)
             new = max(n for _, n in batch)
-            settings: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "pad_token_id": 0}
+            settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+            if work.temperature:
+                settings |= {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": work.temperature}
             with torch.inference_mode():
                 out = self.model.generate(
                     ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new, **settings

@@ -2,9 +2,11 @@
 
 python benchmarks/rollout.py --model DIR_OR_GGUF --prompts 4 --group 8 --prompt-tokens 64 --completion-tokens 64 --steps 6
 python benchmarks/rollout.py --prompts 64 --group 1 --completion-tokens 50 --long-tokens 1000 --long-share 0.05 --slots 16
+python benchmarks/rollout.py --temperature 0 --completion-tokens 256 --speculate 4
 
-The second is a long-tailed workload: some completions, drawn at random, are much longer than the others. With
---engine transformers the same work is done by transformers' generate, in batches of --slots; it wants torch and a directory.
+The second is a long-tailed workload: some completions, drawn at random, are much longer than the others. The third guesses
+tokens from the text before them, in the calls of the decode loop where that has been faster. With --engine transformers the
+same work is done by transformers' generate, in batches of --slots; it wants torch and a directory.
 """
 
 import time
@@ -36,6 +38,8 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--unroll-layers", choices=("auto", "on", "off"), default="auto", help="as rollout.unroll_layers")
     p.add_argument("--long-tokens", type=int, default=0, help="of the completions that are longer than the others")
     p.add_argument("--long-share", type=float, default=0.0, help="of them among all groups")
+    p.add_argument("--speculate", type=int, default=0, help="tokens guessed per slot and pass, where that is faster; 0: none")
+    p.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0 is greedy")
     return p.parse_args()
 
 
@@ -47,6 +51,7 @@ class Workload:
         self.prompts = [np.array(tokenizer.encode(t, add_special_tokens=False), np.int32) for t in texts]
         long = np.random.default_rng(0).random(args.prompts) < args.long_share
         self.lengths = np.where(long, args.long_tokens, args.completion_tokens)
+        self.temperature = args.temperature
         self.group, self.samples = args.group, args.prompts * args.group
         self.new_tokens = int(self.lengths.sum()) * args.group
         self.longest = args.prompt_tokens + int(self.lengths.max())
@@ -54,7 +59,7 @@ class Workload:
     def requests(self, step: int, most: int) -> list[Request]:
         first = step * self.samples
         return [
-            Request(p, self.group, min(int(n), most), 1.0, first + i * self.group, True)
+            Request(p, self.group, min(int(n), most), self.temperature, first + i * self.group, True)
             for i, (p, n) in enumerate(zip(self.prompts, self.lengths, strict=True))
         ]
 
@@ -102,6 +107,9 @@ def report(
         "page_use": round(max(r["page_use"] for r in runs), 3),
         "prefill_tokens_saved": round(stats.metrics()["rollout/prefill_saved"], 3),
         "preemptions": stats.preemptions,
+        "tokens_per_slot_and_pass": round(stats.decode_tokens / stats.busy_steps, 3),
+        "draft_accepted": round(stats.metrics()["rollout/draft_accepted"], 3),
+        "speculating": round(stats.metrics()["rollout/speculating"], 3),
     }
     rate, bandwidth = common.matmul_rate(engine.shape.dtype), common.read_bandwidth()
     flops = common.forward_flops(engine.arch, args.prompts * args.prompt_tokens + work.new_tokens, work.new_tokens)
@@ -109,7 +117,7 @@ def report(
         "matmul_gflops": round(rate / 1e9, 1), "read_gb_per_s": round(bandwidth / 1e9, 1),
         "fraction_of_matmul_rate": round(flops / median / rate, 3),
     }  # fmt: skip
-    if work.samples <= len(engine.scheduler.replicas[0].slots) * engine.replicas and not args.long_share:
+    if not args.speculate and work.samples <= len(engine.scheduler.replicas[0].slots) * engine.replicas and not args.long_share:
         # All slots are busy from the first step to the last, so a step's least time is known.
         step = (median - float(np.median(one))) / max(args.completion_tokens - 1, 1)
         read = sum(x.nbytes for x in jax.tree.leaves(params)) / bandwidth
@@ -147,7 +155,7 @@ def of_jrl(args: argparse.Namespace) -> dict:
     engine = Engine(
         model.arch, layout, slots=args.slots or default_slots(work.samples, layout.batch_shards), max_tokens=work.longest,
         eos_ids=model.eos_ids, page_size=args.page_size, decode_chunk=args.decode_chunk, dtype=dtype,
-        unroll_layers=unroll,
+        unroll_layers=unroll, speculate=args.speculate,
     )  # fmt: skip
     startup_s = time.perf_counter() - T0
     first = generate(engine, params, work, 0)["seconds"]
