@@ -155,12 +155,13 @@ def test_every_packed_microbatch_has_a_size_of_the_plan(group, budget, shards):
 
 
 def test_drafts_are_one_more_program_of_the_same_sizes_and_their_logits_are_counted():
-    plain, drafting = (make_plan(config(rollout__speculate=k), small_arch(vocab_size=50000), 1) for k in (0, 3))
+    arch = dataclasses.replace(small_arch(), vocab_size=400000)
+    plain, drafting = (make_plan(config(rollout__speculate=k), arch, 1) for k in (0, 3))
     name = "rollout.{} (rows, pages of a row, shared prefixes, their members, their pages)"
     assert drafting.programs[name.format("speculate")] == drafting.programs[name.format("decode")]
     assert plain.programs.keys() == drafting.programs.keys() - {name.format("speculate")}
     work = [plan.phase_bytes["generating"]["work arrays, estimate"] for plan in (plain, drafting)]
-    assert work[0] + 2 * 64 * 50000 * 4 <= work[1]
+    assert work[0] + 3 * 64 * 400000 * 8 == work[1]  # logits and probabilities, float32
 
 
 def engine_run(monkeypatch, replicas=1, **overrides):

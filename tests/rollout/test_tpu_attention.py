@@ -256,12 +256,12 @@ def test_several_new_tokens_see_what_is_cached_and_those_before_them(interpreted
     out, index = decode(x, lens, table, tokens=4)
     assert x.error(out, index, known) < 1e-5 and np.isfinite(out).all()
     changed = {int(page) % PAGES for n in pool for page in np.argwhere(np.array(pool[n] != x.pool[n]))[:, 1]}
-    assert changed - {8} == {0, 9, 3, 1}  # 8 is the third slot's own, if it has one
+    assert {0, 1} <= changed <= {0, 9, 3, 1, 8}  # 8 is the third slot's own, if it has one; the prefill has filled 9 and 3
     x.pool = pool
-    x.k[:, :, :2, 5:7] += 1  # the second's first two new tokens are seen by its later ones, too
-    out, _ = decode(x, [[10, 7, 0]], table, tokens=2)
-    x.k[:, :, :2, 5:7] -= 1
-    assert x.error(out, index[..., 2:], [[0, 2, 0]]) > 1e-2
+    x.k[:, :, 1, 5] += 1  # the second's first new token is seen by its later ones, too
+    out, _ = decode(x, lens, table, tokens=4)
+    x.k[:, :, 1, 5] -= 1
+    assert x.error(out[:, :, :, 1:], index[..., 1:], [[0, 3, 0]]) > 1e-2
 
 
 def test_bfloat16_is_as_good_as_its_rounding(interpreted):
