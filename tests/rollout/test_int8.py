@@ -94,6 +94,7 @@ def test_decoding_keeps_no_float_copy_of_the_weights(monkeypatch):
     assert converted_before_the_loop()
 
 
+@pytest.mark.slow
 def test_tensor_parallel_engines_give_the_samples_of_one_device(engine):
     train, rollout = Layout.train({"fsdp": 4, "tensor": 2}), Layout.rollout({"replica": 4, "tensor": 2})
     published = weight_publisher(ARCH, train, rollout, jnp.float32, "int8")(make_params(train))

@@ -134,6 +134,7 @@ def test_tiny_pages_several_rows_a_slot_and_preemption(engine, monkeypatch):
     assert scarce.stats.accepted > 0 and scarce.scheduler.replicas[0].pages.used == 0
 
 
+@pytest.mark.slow
 def test_replicas_and_tensor_parallelism():
     layout = Layout.rollout({"replica": 2, "tensor": 2}, jax.devices()[:4])
     engine = make_engine(layout, slots=2, page_size=64, speculate=DRAFTS)
@@ -207,7 +208,7 @@ def test_pace_takes_the_faster_way_tries_the_other_again_and_forgives_one_slow_c
     assert not any(ways[-5:])
 
 
-@pytest.mark.parametrize("factor, on", [(0.5, True), (10.0, False)])
+@pytest.mark.parametrize("factor, on", [pytest.param(0.5, True, marks=pytest.mark.slow), (10.0, False)])
 def test_the_engine_turns_drafts_on_or_off_by_the_clock(engine, monkeypatch, factor, on):
     """A clock that goes on by 1 for each call of the plain program, by `factor` for the other; tokens are the same anyhow."""
     now = [0.0]
