@@ -3,10 +3,12 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from jrl.errors import UserError
+
+S = TypeVar("S")
 
 KEY_VARIABLE = "JRL_API_KEY"
 DEFAULT_TOKENS = 2048  # of a sequence, unless the model holds fewer
@@ -85,24 +87,47 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help says more")
 
 
+def read_flags(kind: type[S], prog: str, about_all: str, about: Mapping[str, str], args: Sequence[str]) -> S:
+    """A dataclass of settings from a command line with one flag for each of its fields; `about` is their help.
+
+    Raises:
+      UserError: a flag that does not exist, lacks its value, or has a value of another type.
+    """
+    parser = _Parser(prog=prog, description=about_all, allow_abbrev=False)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.type is bool:
+            parser.add_argument(f"--{field.name}", action="store_true", help=about[field.name])
+            continue
+        of = str if field.type == str | None else field.type
+        needed = field.default is dataclasses.MISSING
+        shown = "" if needed or field.default in (None, "", 0) else f" [{field.default}]"
+        default = None if needed else field.default
+        parser.add_argument(
+            f"--{field.name}", type=of, required=needed, default=default, metavar="X", help=about[field.name] + shown
+        )
+    return kind(**vars(parser.parse_args(args)))
+
+
+def check_values(settings: Any, least: Mapping[str, float]) -> None:
+    """Raises UserError for a number below the least, a port that does not exist, or a word that is not among the choices."""
+    for name, smallest in least.items():
+        value = getattr(settings, name)
+        if not value >= smallest or (name == "replica" and value == 0):
+            raise UserError(f"--{name}={value}: must be at least {smallest or 0}" + (" and not 0" if name == "replica" else ""))
+        if name.endswith("port") and value > 65535:
+            raise UserError(f"--{name}={value}: ports end at 65535")
+    for name, choices in CHOICES.items():
+        if (value := getattr(settings, name, choices[0])) not in choices:
+            raise UserError(f"--{name}={value}: must be {', '.join(choices[:-1])} or {choices[-1]}")
+
+
 def parse(args: Sequence[str]) -> Settings:
     """The settings that the command line asks for.
 
     Raises:
       UserError: a flag that does not exist, lacks its value, or has a value of another type or out of its range.
     """
-    parser = _Parser(prog="python -m jrl.rollout.serve", description=ABOUT_ALL, allow_abbrev=False)
-    for field in dataclasses.fields(Settings):
-        about = ABOUT[field.name]
-        if field.type is bool:
-            parser.add_argument(f"--{field.name}", action="store_true", help=about)
-            continue
-        kind = str if field.type == str | None else field.type
-        needed = field.default is dataclasses.MISSING
-        shown = "" if needed or field.default in (None, "", 0) else f" [{field.default}]"
-        default = None if needed else field.default
-        parser.add_argument(f"--{field.name}", type=kind, required=needed, default=default, metavar="X", help=about + shown)  # type: ignore[arg-type]
-    settings = Settings(**vars(parser.parse_args(args)))
+    settings = read_flags(Settings, "python -m jrl.rollout.serve", ABOUT_ALL, ABOUT, args)
     settings = dataclasses.replace(settings, api_key=_api_key(settings), name=settings.name or settings.model)
     _check(settings)
     return settings
@@ -117,17 +142,9 @@ def _api_key(settings: Settings) -> str | None:
 
 
 def _check(settings: Settings) -> None:
-    for name, least in LEAST.items():
-        value = getattr(settings, name)
-        if not value >= least or (name == "replica" and value == 0):
-            raise UserError(f"--{name}={value}: must be at least {least or 0}" + (" and not 0" if name == "replica" else ""))
-    if settings.port > 65535:
-        raise UserError(f"--port={settings.port}: ports end at 65535")
+    check_values(settings, LEAST)
     if settings.deadline_s == 0:
         raise UserError("--deadline_s=0: must be above 0")
-    for name, choices in CHOICES.items():
-        if getattr(settings, name) not in choices:
-            raise UserError(f"--{name}={getattr(settings, name)}: must be {', '.join(choices[:-1])} or {choices[-1]}")
     local = settings.host in ("127.0.0.1", "::1", "localhost")
     if settings.allow_weight_updates and settings.api_key is None and not local:
         raise UserError(f"--allow_weight_updates on --host={settings.host}: anybody could set the weights; set {KEY_VARIABLE}")

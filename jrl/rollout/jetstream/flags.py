@@ -1,9 +1,7 @@
 """The command line of JetStream's server."""
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import NoReturn
 
 from jrl.errors import UserError
 from jrl.models.arch import Arch
@@ -54,39 +52,15 @@ LEAST = {
 }  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help says more")
-
-
 def parse(args: Sequence[str]) -> Settings:
     """The settings that the command line asks for.
 
     Raises:
       UserError: a flag that does not exist, lacks its value, or has a value of another type or out of its range.
     """
-    parser = _Parser(prog="python -m jrl.rollout.jetstream_serve", description=ABOUT_ALL, allow_abbrev=False)
-    for field in dataclasses.fields(Settings):
-        needed = field.default is dataclasses.MISSING
-        shown = "" if needed or field.default in ("", 0) else f" [{field.default}]"
-        default = None if needed else field.default
-        about = ABOUT[field.name] + shown
-        parser.add_argument(f"--{field.name}", type=field.type, required=needed, default=default, metavar="X", help=about)  # type: ignore[arg-type]
-    settings = Settings(**vars(parser.parse_args(args)))
-    _check(settings)
+    settings = serve_flags.read_flags(Settings, "python -m jrl.rollout.jetstream_serve", ABOUT_ALL, ABOUT, args)
+    serve_flags.check_values(settings, LEAST)
     return settings
-
-
-def _check(settings: Settings) -> None:
-    for name, least in LEAST.items():
-        value = getattr(settings, name)
-        if not value >= least or (name == "replica" and value == 0):
-            raise UserError(f"--{name}={value}: must be at least {least or 0}" + (" and not 0" if name == "replica" else ""))
-    for name in ("port", "metrics_port"):
-        if getattr(settings, name) > 65535:
-            raise UserError(f"--{name}={getattr(settings, name)}: ports end at 65535")
-    if settings.dtype not in ("auto", "float32", "bfloat16"):
-        raise UserError(f"--dtype={settings.dtype}: must be auto, float32 or bfloat16")
 
 
 def make_lengths(settings: Settings, arch: Arch) -> tuple[int, int]:
