@@ -113,7 +113,9 @@ def test_eos_ends_a_response_and_belongs_to_it(rollout):
 
 
 @pytest.mark.parametrize(
-    "options", [{"slots": 1}, {"slots": 16, "page_size": 4, "decode_chunk": 24}, {"num_pages": 8}], ids=["alone", "all", "scarce"]
+    "options",
+    [pytest.param({"slots": 1}, marks=pytest.mark.slow), {"slots": 16, "page_size": 4, "decode_chunk": 24}, {"num_pages": 8}],
+    ids=["alone", "all", "scarce"],
 )
 def test_a_sample_does_not_depend_on_its_company(rollout, options):
     asked = requests()

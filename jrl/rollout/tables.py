@@ -68,11 +68,11 @@ class TableMaker:
     def _room(self, sets: list[list[tuple[list[int], list[int]]]], slots: int) -> tuple[int, int]:
         """For how many prefixes and members of each: an earlier room that fits and costs little more, or a new one.
 
-        What is read together is computed for prefixes x members queries, filled or not. As many as there are slots are cheap.
+        What is read together is computed for prefixes x members queries, filled or not. Two for each slot are cheap.
         """
         prefixes = power_of_two(max(map(len, sets)))
         members = power_of_two(max(len(slot_ids) for of_replica in sets for slot_ids, _ in of_replica))
-        cheap = max(slots, 2 * prefixes * members)
+        cheap = 2 * max(slots, prefixes * members)
         fitting = [(p, m) for p, m in self._rooms if p >= prefixes and m >= members and p * m <= cheap]
         room = min(fitting, key=lambda room: (room[0] * room[1], room), default=(prefixes, members))
         self._rooms.add(room)

@@ -155,6 +155,7 @@ def test_prefill_in_several_calls_is_the_same(engine, monkeypatch):
     assert len(calls) == 1 + 2 + 3 + 3  # 16, 17 and 18 tokens, at most 8 at a time
 
 
+@pytest.mark.slow
 def test_a_scarce_pool_makes_groups_wait_and_loses_nothing(engine):
     scarce, used = make_engine(num_pages=10), []
     pages = scarce.scheduler.replicas[0].pages

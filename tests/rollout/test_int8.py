@@ -150,6 +150,7 @@ def test_prefill_in_several_calls_reads_what_the_first_wrote(engine, want, monke
     assert len(calls) == 2 + 3  # 12 and 20 tokens, at most 8 at a time
 
 
+@pytest.mark.slow
 def test_preempted_samples_go_on_as_if_they_had_not_been(want):
     scarce = make_engine(num_pages=10, kv="int8")
     assert_alike(scarce.generate(ASKED), want)
@@ -159,6 +160,7 @@ def test_preempted_samples_go_on_as_if_they_had_not_been(want):
 # Training --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_corrects_for_its_rollout_and_tells_how_far_off_it_is(tmp_path):
     options = {"reward": lambda prompts, completions, **_: [float(len(c)) for c in completions]}
     int8 = {"rollout__weights": "int8", "rollout__kv": "int8", "algorithm__rollout_is_cap": 1.0}

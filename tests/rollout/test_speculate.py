@@ -208,7 +208,8 @@ def test_pace_takes_the_faster_way_tries_the_other_again_and_forgives_one_slow_c
     assert not any(ways[-5:])
 
 
-@pytest.mark.parametrize("factor, on", [pytest.param(0.5, True, marks=pytest.mark.slow), (10.0, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("factor, on", [(0.5, True), (10.0, False)])
 def test_the_engine_turns_drafts_on_or_off_by_the_clock(engine, monkeypatch, factor, on):
     """A clock that goes on by 1 for each call of the plain program, by `factor` for the other; tokens are the same anyhow."""
     now = [0.0]
