@@ -405,7 +405,7 @@ def _prefill_sizes(batch: dict[str, int], replicas: int) -> list[tuple[int, ...]
 def _decode_sizes(batch: dict[str, int], samples: int, row_pages: int | None) -> list[tuple[int, ...]]:
     """(rows, pages of a row, shared prefixes, their members, their pages), as `TableMaker` rounds them.
 
-    The room for prefixes and for members only grows while an engine lives, so a run cannot meet all their pairs.
+    Room that was made for other prefixes is used again where it is not much too large, so a run meets few of these pairs.
     """
     slots, width = batch["slots"], batch["width"]
     row = min(width, row_pages or width)
@@ -414,7 +414,7 @@ def _decode_sizes(batch: dict[str, int], samples: int, row_pages: int | None) ->
     rows += [(n, row) for n in sorted({max(bucket(n), slots + 1) for n in range(slots + 1, most + 1)})]
     shareable = _longest_prefix(batch) // batch["page_size"]
     members = _powers(min(samples, slots))[1:] if shareable else []
-    shared = [(0, n, 1) for n in (1, *members)]
+    shared = [(0, 1, 1)]
     shared += [(p, n, pages) for p in _powers(slots // 2) for n in members for pages in _powers(shareable)]
     return [(*one, *other) for one in rows for other in shared]
 

@@ -238,6 +238,8 @@ c = Checkpointer(sys.argv[1], keep=3)
 c.save(1, {"w": jnp.arange(4e6)}, {"a": 1})
 c.wait()
 c.save(2, {"w": jax.random.normal(jax.random.key(0), (4_000_000,))}, {"a": 2})
+while len(os.listdir(sys.argv[1])) < 2:  # its directory is made in the background
+    pass
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
