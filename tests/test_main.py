@@ -42,7 +42,7 @@ def trainer(monkeypatch):
             if seen.error:
                 raise seen.error
             logging.getLogger("jrl.data").info("64 problems")
-            logging.getLogger("another.library").info("chatter")
+            logging.getLogger("another.package").info("chatter")
             return {"task": "sums", "accuracy_after": 0.5}
 
     monkeypatch.setitem(sys.modules, "jrl.trainer", types.SimpleNamespace(Trainer=Trainer))
