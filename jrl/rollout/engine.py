@@ -198,6 +198,7 @@ class Engine:
         """
         if self.idle:
             self.scheduler.forget()
+            self.tables.forget()
         tickets = {ticket: i for i, ticket in enumerate(self.submit(requests))}
         completions = []
         while not self.idle:

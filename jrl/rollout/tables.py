@@ -20,6 +20,10 @@ class TableMaker:
         self._row_pages = row_pages
         self._rooms: set[tuple[int, int]] = set()  # (prefixes, members) of the tables made so far
 
+    def forget(self) -> None:
+        """Makes tables as a new maker would: the sizes of products may move last bits, and these must not tell the past."""
+        self._rooms.clear()
+
     def make(self, replicas: list[Replica]) -> Table:
         """Arrays of NumPy for the samples now in the slots, whose pages have room for the tokens to come."""
         slots, full = len(replicas[0].slots), replicas[0].width

@@ -57,3 +57,14 @@ def test_many_small_groups_do_not_make_large_ones_dear():
         assert members[0].reshape(-1)[filled].tolist() == list(range(sum(sets)))  # every slot in its own place
         assert [row[:2].tolist() for row in shared[0][: len(sets)]] == [pages for _, pages in prefixes_of(*sets)]
     assert shapes == {(1, 32, 4), (1, 8, 16), (1, 1, 128)}  # four of the six find a room that was there
+
+
+def test_what_was_forgotten_shapes_nothing():
+    fresh, used = TableMaker(8), TableMaker(8)
+    used._shared([prefixes_of(*[4] * 30)], 128)
+    wanted = fresh._shared([prefixes_of(*[2] * 20)], 128)[1].shape
+    used.forget()
+    assert used._shared([prefixes_of(*[2] * 20)], 128)[1].shape == wanted
+    kept = TableMaker(8)
+    kept._shared([prefixes_of(*[4] * 30)], 128)
+    assert kept._shared([prefixes_of(*[2] * 20)], 128)[1].shape != wanted  # control: what was not, does
