@@ -32,8 +32,12 @@ def configure() -> None:
         libc.mallopt(_M_TOP_PAD, 64 << 20)
 
 
-def compute_dtype(name: str) -> np.dtype:
-    """The dtype of a name; "auto" is float32 on CPU, where bfloat16 is emulated, and bfloat16 on accelerators."""
+def compute_dtype(name: str, backend: str | None = None) -> np.dtype:
+    """The dtype of a name; "auto" is float32 on CPU, where bfloat16 is emulated, and bfloat16 on accelerators.
+
+    Args:
+      backend: "cpu", "gpu" or "tpu"; by default this machine's.
+    """
     if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        name = "float32" if (backend or jax.default_backend()) == "cpu" else "bfloat16"
     return jax.numpy.dtype(name)

@@ -1,0 +1,140 @@
+"""Bytes on each device: what a run holds, and what each phase of a step needs besides."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrl.models import decoder
+from jrl.models.arch import Arch
+from jrl.models.attention import QUERY_CHUNK
+from jrl.plan.sizes import learner_shapes, prefill_sizes
+from jrl.rollout.backends import Backend
+from jrl.rollout.weights import int8_arrays
+from jrl.sharding.layout import Layout
+
+MASTER_BYTES = 4  # parameters, gradients, moments: float32
+ADAM_MOMENTS = 2
+
+
+def weight_shards(arch: Arch, layout: Layout, critic: bool) -> list[tuple[tuple[int, ...], Any]]:
+    """(shape on one device, partition) of every weight."""
+    model: Any = decoder.Critic if critic else decoder.Decoder
+    shapes = jax.tree.leaves(decoder.abstract_params(arch, model))
+    shardings = jax.tree.leaves(layout.tree(decoder.param_axes(arch, model), decoder.abstract_params(arch, model)))
+    return [(s.shard_shape(x.shape), s.spec) for x, s in zip(shapes, shardings, strict=True)]
+
+
+def _count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
+    return sum(math.prod(shape) for shape, _ in weights)
+
+
+def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for name in ("learner", "critic"):
+        if name in weights:
+            label = "policy" if name == "learner" else name
+            held[f"{label}: parameters, float32"] = _count(weights[name]) * MASTER_BYTES
+            held[f"{label}: Adam's moments, float32"] = _count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
+    if "reference" in weights:
+        held["reference: parameters, float32"] = _count(weights["reference"]) * MASTER_BYTES
+    rollout = layouts["rollout"]
+    pool = backend.pool_arrays(batch["num_pages"], batch["page_size"]).values()
+    shards = (math.prod(rollout.sharding(x.axes, x.shape).shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in pool)
+    kind = dtype.name if config.rollout.kv == "same" else config.rollout.kv
+    held[f"rollout: KV pool, {kind}, at most"] = sum(shards)
+    return held
+
+
+def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dict[str, int]]:
+    """The rollout's weights are let go before the updates and made anew after them."""
+    rollout = _rollout_weights(config, arch, layouts["rollout"], weights, dtype)
+    tensor = layouts["rollout"].mesh.shape["tensor"]
+    tokens = batch["slots"] * (config.rollout.speculate + 1)  # of a pass of decoding
+    decode_logits = tokens * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
+    keys = batch["slots"] * (batch["prompt_tokens"] + batch["response_tokens"])
+    gathered = keys * _kv_size(arch, tensor) * (dtype.itemsize + (config.rollout.kv == "int8"))  # as they lie, and as read
+    # The head as it is multiplied with: on CPU XLA converts all of it first.
+    head = arch.vocab_size * arch.hidden_size // tensor * dtype.itemsize * (config.rollout.weights == "int8")
+    work = max(_prefill_work(arch, batch, tensor, dtype), decode_logits + gathered + head)
+    phases = {"generating": {**rollout, "work arrays, estimate": work}}
+    for name in ("learner", "critic"):
+        if name in weights:
+            sums = _count(weights[name]) * MASTER_BYTES
+            work = _activations(config, arch, layouts[name], batch, dtype, has_head=name == "learner")
+            phases[f"updating the {'policy' if name == 'learner' else name}"] = {
+                "gradients, sum of microbatches": sums,
+                "gradients, one microbatch": sums,
+                "activations, estimate": work,
+            }
+    return phases
+
+
+def _rollout_weights(config, arch: Arch, layout: Layout, weights, dtype) -> dict[str, int]:
+    """What the rollout's copy takes: none where dtype and placement are the policy's, all of it where it is quantized."""
+    if config.rollout.weights == "int8":
+        pairs = zip(*map(jax.tree.leaves, int8_arrays(arch, layout, dtype)), strict=True)
+        return {"rollout weights, int8": sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)}
+    copied = sum(
+        math.prod(shape)
+        for (shape, spec), (train_shape, train_spec) in zip(weights["rollout"], weights["learner"], strict=True)
+        if dtype.itemsize != MASTER_BYTES or not _same_placement(spec, train_spec, shape, train_shape)
+    )
+    label = f"rollout weights, {dtype.name}" if copied else "rollout weights, the policy's own"
+    return {label: copied * dtype.itemsize}
+
+
+def _same_placement(spec: Any, train_spec: Any, shape: tuple[int, ...], train_shape: tuple[int, ...]) -> bool:
+    """Tensor groups are the innermost devices of both meshes, so equal splits over them are the same bytes in place."""
+    return shape == train_shape and spec == train_spec
+
+
+def _kv_size(arch: Arch, tensor: int) -> int:
+    whole = arch.num_kv_heads % tensor  # then they are not split
+    return 2 * arch.num_kv_heads * arch.head_dim // (1 if whole else tensor)
+
+
+def _matmul_outputs(arch: Arch, tensor: int) -> int:
+    """Numbers per token that the matrix products of one layer put out."""
+    split = (arch.num_heads * arch.head_dim + 2 * arch.intermediate_size) // tensor
+    return split + _kv_size(arch, tensor) + 2 * arch.hidden_size
+
+
+def _layer_work(arch: Arch, tokens: int, pairs: int, tensor: int, dtype) -> int:
+    """Bytes of one layer at work: the products, what lies between them, and attention scores of pairs of query and key."""
+    between = 4 * arch.hidden_size + 2 * arch.num_heads * arch.head_dim // tensor + arch.intermediate_size // tensor
+    scores = pairs * arch.num_heads // tensor * 4 * 2  # scores and weights, float32
+    return tokens * (_matmul_outputs(arch, tensor) + between) * dtype.itemsize + scores
+
+
+def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
+    """Bytes of one layer in the largest call that is not rare: prompts of one replica's budget, or a part of a long one."""
+    usual = [(n, t, before) for n, t, before in prefill_sizes(batch, replicas=1) if n == 1 or not before]
+    pairs = [n * min(t, QUERY_CHUNK) * (t + before * batch["page_size"]) for n, t, before in usual]
+    return max((_layer_work(arch, n * t, p, tensor, dtype) for (n, t, _), p in zip(usual, pairs, strict=True)), default=0)
+
+
+def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: bool) -> int:
+    """Of one microbatch, forward and backward; scores and logits are computed again, so they exist in part only."""
+    tensor, c = layout.mesh.shape["tensor"], config.learner
+    shapes = learner_shapes(batch, batch["minibatch_sequences"], layout.batch_shards)
+    tokens = max(prompts * u + responses * t for prompts, u, responses, t in shapes)
+    # Prompts attend first, then responses, and of either one chunk of queries at a time.
+    layer = max(
+        _layer_work(
+            arch, prompts * u + responses * t,
+            max(prompts * min(u, QUERY_CHUNK) * u, responses * min(t, QUERY_CHUNK) * (u + t)), tensor, dtype,
+        )
+        for prompts, u, responses, t in shapes
+    )  # fmt: skip
+    kept = {
+        "full": arch.hidden_size,
+        "dots": arch.hidden_size + _matmul_outputs(arch, tensor),
+        "none": 6 * arch.hidden_size + 2 * _matmul_outputs(arch, tensor),
+    }[c.remat]
+    head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * 4 * 3 if has_head else 0
+    layers = arch.num_layers * tokens * kept * dtype.itemsize
+    split = layout.mesh.shape["fsdp"] > 1  # then the weights at work are gathered, a layer at a time
+    gathered = arch.num_params() // arch.num_layers // tensor * dtype.itemsize * split
+    return layers + max(2 * layer, head) + gathered

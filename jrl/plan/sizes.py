@@ -1,0 +1,118 @@
+"""The sizes of the programs that a run may compile, as packing and engine round them."""
+
+import math
+
+from jrl.packing import LENGTH_STEP
+from jrl.rollout.backends import Backend
+from jrl.rollout.engine import PREFILL_TOKENS
+from jrl.rollout.scheduler import OPEN_PREFIXES
+from jrl.shapes import bucket
+from jrl.sharding.layout import Layout
+
+
+def _buckets(most: int, least: int = 1) -> list[int]:
+    return sorted({bucket(n, least) for n in range(1, most + 1)})
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << i for i in range((most - 1).bit_length() + 1)] if most > 0 else []
+
+
+def volume(sizes: tuple[int, ...]) -> int:
+    return math.prod(max(n, 1) for n in sizes)
+
+
+def program_sizes(
+    config, layouts: dict[str, Layout], batch: dict[str, int], backend: Backend
+) -> dict[str, list[tuple[int, ...]]]:
+    """All sizes that rounding allows; a run meets few of them, because its prompts have few lengths.
+
+    They are those of prompts as long as allowed. Where the longest is shorter there are no more of them, but the pages of a
+    decode call's row may end at another number.
+    """
+    a, axes = config.algorithm, "(prompts, prompt tokens, responses, response tokens)"
+    samples = max(batch["group_size"], config.eval.samples)
+
+    def passes(name: str, rows: int) -> list[tuple[int, ...]]:
+        return learner_shapes(batch, rows, layouts[name].batch_shards)
+
+    programs: dict[str, list[tuple[int, ...]]] = {
+        "rollout.prefill (prompts, tokens, pages cached before)": prefill_sizes(batch, batch["replicas"]),
+        "rollout.decode (rows, pages of a row, shared prefixes, their members, their pages)": decode_sizes(
+            batch, samples, backend.row_pages
+        ),
+        "rollout.speculate (rows, pages of a row, shared prefixes, their members, their pages)": (
+            decode_sizes(batch, samples, backend.row_pages) if config.rollout.speculate else []
+        ),
+        "rollout.copy (pages)": [(n,) for n in _buckets(batch["slots"])] if samples > 1 else [],
+        f"policy.update {axes}": passes("learner", batch["minibatch_sequences"]),
+    }
+    if a.epochs * a.minibatches > 1 or a.kl_in == "reward":
+        programs[f"policy.logprobs {axes}"] = passes("learner", batch["sequences"])
+    if "reference" in layouts:
+        programs[f"reference.logprobs {axes}"] = passes("reference", batch["sequences"])
+    if "critic" in layouts:
+        programs[f"critic.values {axes}"] = passes("critic", batch["sequences"])
+        programs[f"critic.update {axes}"] = passes("critic", batch["minibatch_sequences"])
+    return {name: sizes for name, sizes in programs.items() if sizes}
+
+
+def _longest_prefix(batch: dict[str, int]) -> int:
+    """Tokens that are cached at once for samples to start from: all but the last one of what there is of a sequence."""
+    preempted = batch["num_pages"] - 1 < batch["slots"] * batch["width"]  # then it is a prompt and most of its response
+    return batch["prompt_tokens"] - 1 + (batch["response_tokens"] - 1) * preempted
+
+
+def prefill_sizes(batch: dict[str, int], replicas: int) -> list[tuple[int, ...]]:
+    """(prompts, tokens, pages cached before), as `Engine` rounds them.
+
+    Any number of pages may come before any number of tokens, as a call has several prompts. And where there are several
+    replicas the shortest prompts of one, which are many, may share a call with a long prompt of another.
+    """
+    page, longest = batch["page_size"], _longest_prefix(batch)
+    together = max(batch["slots"], OPEN_PREFIXES)
+    sizes = set()
+    for before, left in ((0, longest), *((n, longest - page) for n in _powers((longest - 1) // page))):
+        for size in _buckets(min(left, PREFILL_TOKENS), page):
+            length = -(-size // page) * page
+            fitting = max(PREFILL_TOKENS // (length if replicas == 1 else page), 1)
+            sizes |= {(n, length, before) for n in _powers(min(fitting, together))}
+    return sorted(sizes)
+
+
+def decode_sizes(batch: dict[str, int], samples: int, row_pages: int | None) -> list[tuple[int, ...]]:
+    """(rows, pages of a row, shared prefixes, their members, their pages), as `TableMaker` rounds them.
+
+    Room that was made for other prefixes is used again where it is not much too large, so a run meets few of these pairs.
+    """
+    slots, width = batch["slots"], batch["width"]
+    row = min(width, row_pages or width)
+    rows = [(slots, n) for n in sorted({min(n, row) for n in _buckets(width)})]
+    most = slots * -(-width // row)
+    rows += [(n, row) for n in sorted({max(bucket(n), slots + 1) for n in range(slots + 1, most + 1)})]
+    shareable = _longest_prefix(batch) // batch["page_size"]
+    members = _powers(min(samples, slots))[1:] if shareable else []
+    shared = [(0, 1, 1)]
+    shared += [(p, n, pages) for p in _powers(slots // 2) for n in members for pages in _powers(shareable)]
+    return [(*one, *other) for one in rows for other in shared]
+
+
+def microbatch_sequences(budget: int, group_size: int, prompt: int, response: int) -> int:
+    """Responses of a full microbatch: whole groups where they fit, since a group's prompt is computed once."""
+    prompt, response = bucket(prompt, LENGTH_STEP), bucket(response, LENGTH_STEP)
+    whole_groups = budget // (prompt + group_size * response)
+    return max(whole_groups * group_size or (budget - prompt) // response, 1)
+
+
+def learner_shapes(batch: dict[str, int], rows: int, shards: int) -> list[tuple[int, ...]]:
+    """Sizes of the microbatches, on one shard, into which `jrl.packing.pack` splits `rows` sequences."""
+    group, budget = batch["group_size"], batch["microbatch_tokens"]
+    rows_per_shard = -(-rows // shards)
+    groups = -(-rows_per_shard // group)
+    remainders = _powers(groups)  # groups that are left for each shard
+    shapes = set()
+    for u in _buckets(batch["prompt_tokens"], LENGTH_STEP):
+        for t in _buckets(batch["response_tokens"], LENGTH_STEP):
+            most = microbatch_sequences(budget, group, u, t)
+            shapes |= {(-(-size // group), u, size, t) for size in (min(most, n * group) for n in remainders)}
+    return sorted(shapes)
