@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,24 +73,14 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
     stream = PromptStream(prompts, config.rollout.prompts_per_step, config.seed)
     model = found.load(layouts["learner"], config.seed)
     platform.configure()  # only now: what loading leaves behind goes back to the system
-    forward = functools.partial(make_forward, config, model.arch, dtype)
     a = config.algorithm
-    updates = a.epochs * a.minibatches
-    delay = config.critic.policy_delay_steps if a.name == "ppo" else 0
-    learner = functools.partial(Learner, microbatch_tokens=config.learner.microbatch_tokens)
-    policy = learner(
-        "policy", forward(layouts["learner"]), layouts["learner"], decoder.Decoder, loss=policy_loss(a),
-        **optimizer(config.learner, (config.steps - delay) * updates),
-    )  # fmt: skip
+    policy = make_policy_learner(config, model.arch, layouts["learner"], dtype)
     critic = initial_critic = reference = reference_params = None
     if a.name == "ppo":
-        critic = learner(
-            "critic", forward(layouts["critic"]), layouts["critic"], decoder.Critic, loss=value_loss(config.critic),
-            **optimizer(config.critic, config.steps * updates),
-        )  # fmt: skip
+        critic = make_critic_learner(config, model.arch, layouts["critic"], dtype)
         initial_critic = functools.partial(make_critic, model, critic)
     if a.kl_in != "none":
-        reference = learner("reference", forward(layouts["reference"]), layouts["reference"], decoder.Decoder)
+        reference = make_reference_learner(config, model.arch, layouts["reference"], dtype)
         reference_params = copy_params(model.params, reference.param_shardings)
     engine = make_engine(config, model, layouts["rollout"], dtype, prompts + eval_prompts)
     rollout_weights = weight_publisher(model.arch, layouts["learner"], layouts["rollout"], dtype, config.rollout.weights)
@@ -99,24 +89,24 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
         stream=stream, rewards=rewards, policy=policy,
         initial_params=model.params, engine=engine,
         rollout_weights=rollout_weights, critic=critic,
-        initial_critic=initial_critic, reference=reference, reference_params=reference_params, updates_per_step=updates,
-        policy_delay_steps=delay,
+        initial_critic=initial_critic, reference=reference, reference_params=reference_params,
+        updates_per_step=updates_per_step(config), policy_delay_steps=policy_delay_steps(config),
     )  # fmt: skip
 
 
-def make_layouts(config) -> dict[str, Layout]:
-    """The four meshes; critic and reference take the learner's where theirs is all 0."""
-    layouts = {name: make_layout(config, name) for name in ("learner", "rollout")}
+def make_layouts(config, devices: Sequence[jax.Device] | None = None) -> dict[str, Layout]:
+    """The four meshes, by default over all devices; critic and reference take the learner's where theirs is all 0."""
+    layouts = {name: make_layout(config, name, devices) for name in ("learner", "rollout")}
     for name in ("critic", "reference"):
         own = any(config[name].mesh.to_dict().values())
-        layouts[name] = make_layout(config, name) if own else layouts["learner"]
+        layouts[name] = make_layout(config, name, devices) if own else layouts["learner"]
     return layouts
 
 
-def make_layout(config, section: str) -> Layout:
+def make_layout(config, section: str, devices: Sequence[jax.Device] | None) -> Layout:
     kind = Layout.rollout if section == "rollout" else Layout.train
     try:
-        return kind(config[section].mesh.to_dict())
+        return kind(config[section].mesh.to_dict(), devices)
     except UserError as error:
         raise UserError(f"config.{section}.mesh: {error}") from None
 
@@ -126,9 +116,34 @@ def make_forward(config, arch: Arch, dtype, layout: Layout) -> Forward:
     return Forward(arch, layout.constrain, dtype, c.remat, config.rollout.temperature, c.logit_chunk)
 
 
-def optimizer(section, total_updates: int) -> dict[str, Any]:
-    transform, schedule = make_optimizer(section, total_updates)
-    return {"optimizer": transform, "schedule": schedule}
+def updates_per_step(config) -> int:
+    return config.algorithm.epochs * config.algorithm.minibatches
+
+
+def policy_delay_steps(config) -> int:
+    """Steps in which only the critic learns."""
+    return config.critic.policy_delay_steps if config.algorithm.name == "ppo" else 0
+
+
+def make_policy_learner(config, arch: Arch, layout: Layout, dtype) -> Learner:
+    updates = (config.steps - policy_delay_steps(config)) * updates_per_step(config)
+    return Learner(
+        "policy", make_forward(config, arch, dtype, layout), layout, decoder.Decoder, config.learner.microbatch_tokens,
+        policy_loss(config.algorithm), *make_optimizer(config.learner, updates),
+    )  # fmt: skip
+
+
+def make_critic_learner(config, arch: Arch, layout: Layout, dtype) -> Learner:
+    return Learner(
+        "critic", make_forward(config, arch, dtype, layout), layout, decoder.Critic, config.learner.microbatch_tokens,
+        value_loss(config.critic), *make_optimizer(config.critic, config.steps * updates_per_step(config)),
+    )  # fmt: skip
+
+
+def make_reference_learner(config, arch: Arch, layout: Layout, dtype) -> Learner:
+    """A model that is only run."""
+    forward = make_forward(config, arch, dtype, layout)
+    return Learner("reference", forward, layout, decoder.Decoder, config.learner.microbatch_tokens)
 
 
 def copy_params(params, shardings):

@@ -97,7 +97,7 @@ class Learner:
                  optimizer: Any = None, schedule: Any = None):  # fmt: skip
         self.forward, self.layout, self.microbatch_tokens = forward, layout, microbatch_tokens
         self.compiled = ProgramLog(name)
-        shapes = decoder.abstract_params(forward.arch, model)
+        shapes = self._param_shapes = decoder.abstract_params(forward.arch, model)
         self.param_shardings = layout.tree(decoder.param_axes(forward.arch, model), shapes)
         self.optimizer, self.schedule = optimizer, schedule
         self._run = jax.jit(lambda method, params, packed: getattr(forward, method)(params, packed), static_argnums=0)
@@ -129,11 +129,30 @@ class Learner:
         scalar = lambda: jax.device_put(np.int32(0), self.state_shardings.step)  # noqa: E731
         return TrainState(params, init(params), scalar(), scalar())
 
+    def abstract_params(self):
+        """Shapes, dtypes and shardings of the parameters."""
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self._param_shapes, self.param_shardings
+        )
+
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state, for restoring one."""
-        params = decoder_shapes(self.param_shardings, self.forward.arch)
+        params = self.abstract_params()
         state = jax.eval_shape(lambda p: TrainState(p, self.optimizer.init(p), jnp.int32(0), jnp.int32(0)), params)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.state_shardings)
+
+    def abstract_programs(self, packed: Packed) -> dict[str, tuple[Any, tuple]]:
+        """The jitted programs of an update on a microbatch of `jax.ShapeDtypeStruct`s, and their arguments."""
+        state = self.abstract_state()
+        return {
+            "update": (self._accumulate, (state.params, state.params, packed)),
+            "norm": (self._norm, (state.params,)),
+            "apply": (self._apply, (state, state.params)),
+        }
+
+    def abstract_run(self, method: str, packed: Packed) -> tuple[Any, tuple]:
+        """Likewise of `run`."""
+        return self._run, (method, self.abstract_params(), packed)
 
     # Running -------------------------------------------------------------------------------------------------------
 
@@ -182,12 +201,6 @@ class Learner:
 
     def _skip(self, state: TrainState, _gradients) -> TrainState:
         return dataclasses.replace(state, skipped=state.skipped + 1)
-
-
-def decoder_shapes(shardings, arch: Arch):
-    """The abstract parameters of whichever model has this tree of shardings."""
-    model = decoder.Critic if "backbone" in shardings else decoder.Decoder
-    return decoder.abstract_params(arch, model)
 
 
 def _accumulate(forward: Forward, loss: Loss, params, gradients, packed: Packed):

@@ -69,14 +69,14 @@ class Plan:
             f" longest sequences a shard, at most {b['microbatches']} microbatches a minibatch",
             "",
             "bytes per device",
-            *(f"  {name:<40}{_size(n):>12}" for name, n in self.held_bytes.items()),
-            f"  {'held all the time':<40}{_size(sum(self.held_bytes.values())):>12}",
+            *(f"  {name:<40}{size_text(n):>12}" for name, n in self.held_bytes.items()),
+            f"  {'held all the time':<40}{size_text(sum(self.held_bytes.values())):>12}",
         ]
         for phase, parts in self.phase_bytes.items():
-            lines.append(f"  {'while ' + phase:<40}{'+ ' + _size(sum(parts.values())):>12}")
-            lines += [f"    {name:<38}{_size(n):>12}" for name, n in parts.items()]
+            lines.append(f"  {'while ' + phase:<40}{'+ ' + size_text(sum(parts.values())):>12}")
+            lines += [f"    {name:<38}{size_text(n):>12}" for name, n in parts.items()]
         lines += [
-            f"  {'peak':<40}{_size(self.peak_bytes):>12}",
+            f"  {'peak':<40}{size_text(self.peak_bytes):>12}",
             "",
             "programs, compiled when a size first occurs; a run meets few of them",
         ]
@@ -193,7 +193,7 @@ def _batch(config, layouts: dict[str, Layout]) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _size(n: float) -> str:
+def size_text(n: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":
             return f"{n:,.0f} {unit}" if unit in ("B", "KiB") else f"{n:,.1f} {unit}"
