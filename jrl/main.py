@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Sequence
 
 from jrl import config as config_lib
+from jrl.config_keys import GIVEN, KEYS, OPTIONS
 from jrl.errors import UserError
 
 FLAGS = ("--config", "--dry_run", "--help")
@@ -60,12 +61,12 @@ def parse(args: Sequence[str]) -> Command:
 
 
 def _is_key(name: str) -> bool:
-    return name in config_lib.KEYS or name.startswith(f"{config_lib.OPTIONS}.")
+    return name in KEYS or name.startswith(f"{OPTIONS}.")
 
 
 def _off(arg: str, key: str) -> str:
     """The value that `--noconfig.KEY` stands for; an unknown key is left to the config, which knows what was meant."""
-    known = config_lib.KEYS.get(key)
+    known = KEYS.get(key)
     if known and not isinstance(known.default, bool):
         raise UserError(f"{arg}: config.{key} is no switch but takes {config_lib.type_name(known)}; give --config.{key}=VALUE")
     return "false"
@@ -73,7 +74,7 @@ def _off(arg: str, key: str) -> str:
 
 def _next_value(name: str, key: str, rest: list[str]) -> str:
     """The value of a flag without "=": the next argument, or true for a switch."""
-    if key in config_lib.KEYS and isinstance(config_lib.KEYS[key].default, bool):
+    if key in KEYS and isinstance(KEYS[key].default, bool):
         return "true"
     # A negative number is a value; anything else with a dash is the next flag.
     if not rest or (rest[0].startswith("-") and not rest[0][1:2].isdigit()):
@@ -96,11 +97,11 @@ def help_text() -> str:
         "Keys, with the defaults that hold where neither the file nor the command line says otherwise:",
     ]
     section = None
-    for key in config_lib.KEYS.values():
+    for key in KEYS.values():
         if key.name.partition(".")[0] != section and "." in key.name:
             section = key.name.partition(".")[0]
             lines.append("")
-        rule = f" [{key.rule.text}]" if key.rule and key.rule is not config_lib.GIVEN else ""
+        rule = f" [{key.rule.text}]" if key.rule and key.rule is not GIVEN else ""
         default = {} if isinstance(key.default, dict) else key.default
         head = f"  --config.{key.name}={default!r}"
         about = f"{config_lib.type_name(key)}; {key.doc}{rule}"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jrl import jsonl
-from jrl.config import KEYS
+from jrl.config_keys import KEYS
 from jrl.errors import UserError
 from jrl.metrics import read_metrics
 from jrl.samples import read_samples

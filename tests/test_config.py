@@ -5,7 +5,8 @@ import pathlib
 import pytest
 
 from jrl import config as config_lib
-from jrl.config import KEYS, default_config, flatten, load, override, parse_arg, validate, with_python_data
+from jrl.config import default_config, flatten, load, override, parse_arg, validate, with_python_data
+from jrl.config_keys import KEYS
 from jrl.errors import UserError
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from jrl import main as main_lib
-from jrl.config import KEYS
+from jrl.config_keys import KEYS
 from jrl.errors import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -11,7 +11,8 @@ import pytest
 
 from jrl import Trainer, UserError
 from jrl.algorithms.kl import kl
-from jrl.config import KEYS, load
+from jrl.config import load
+from jrl.config_keys import KEYS
 from jrl.run import run_directory
 from jrl.sharding.digest import digest
 from tests.runs import RUN, TINY, a_run, assert_same_runs, command, digests, lines, sampled, start, trained

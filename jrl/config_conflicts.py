@@ -1,0 +1,81 @@
+"""Keys whose values are fine one by one and do not go together."""
+
+import math
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+
+def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    """Keys whose values do not go together with others', and what to do."""
+    r, a, d = c.rollout, c.algorithm, c.data
+    if a.name == "grpo" and r.group_size < 2:
+        yield "rollout.group_size", "GRPO compares the samples of a prompt; give at least 2, or algorithm.name=ppo"
+    if a.dynamic_sampling and r.group_size < 2:
+        yield "rollout.group_size", "dynamic sampling looks for groups of different rewards; give at least 2"
+    if r.prompts_per_step % a.minibatches:
+        yield (
+            "algorithm.minibatches",
+            f"must divide rollout.prompts_per_step={r.prompts_per_step}, as a minibatch holds whole groups",
+        )
+    if a.kl_in != "none" and not a.kl_coef:
+        yield "algorithm.kl_coef", f"algorithm.kl_in={a.kl_in} needs a positive weight; give one, or kl_in=none"
+    if a.kl_in == "none" and a.kl_coef:
+        yield "algorithm.kl_coef", "has no effect with algorithm.kl_in=none; give kl_in=loss or reward, or kl_coef=0"
+    if a.kl_in == "loss" and a.kl_estimator == "k1":
+        yield "algorithm.kl_estimator", "its gradient in the loss has mean 0, so it is only noise; give k2 or k3, or kl_in=reward"
+    if r.kv == "int8" and r.attention == "tpu":
+        yield "rollout.kv", "the tpu kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
+    for name in ("weights", "kv"):
+        if r[name] == "int8" and not a.rollout_is_cap:
+            yield f"rollout.{name}", f"its samples are of a rounded policy; give algorithm.rollout_is_cap=2.0, or {name}=same"
+    if a.name == "ppo" and c.critic.policy_delay_steps >= c.steps:
+        yield "critic.policy_delay_steps", f"the policy would never learn in steps={c.steps}; give less"
+    pages = -(-(d.max_prompt_tokens + r.max_new_tokens - 1) // r.page_size) + 1  # the last token is never fed; the null page
+    if 0 < r.num_pages < pages:
+        yield (
+            "rollout.num_pages",
+            f"the longest sequence (data.max_prompt_tokens + rollout.max_new_tokens) needs {pages}; give as many, or 0",
+        )
+    for kind in ("train", "eval"):
+        if d[kind].startswith("reasoning_gym:") and not d[f"{kind}_size"]:
+            yield f"data.{kind}_size", f"data.{kind}={d[kind]} makes as many problems as it is told; give a number"
+    yield from _evaluation_conflicts(c)
+    yield from _mesh_conflicts(c)
+
+
+def _evaluation_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    evals, saves = c.eval.every_steps, c.checkpoint.every_steps
+    if not c.data.eval and not c.data.eval_size:
+        for name, asked, off in (("eval.every_steps", evals, 0), ("checkpoint.best", c.checkpoint.best, False)):
+            if asked:
+                yield name, f"nothing is held out to evaluate on; give data.eval or data.eval_size, or {name}={off}"
+    if c.checkpoint.best and not saves:
+        yield "checkpoint.best", "the last checkpoint is the only one; give checkpoint.every_steps, or checkpoint.best=False"
+    # A checkpoint can be the best only if the very weights in it were evaluated.
+    if c.checkpoint.best and (not evals or saves % evals):
+        yield (
+            "checkpoint.best",
+            f"eval.every_steps={evals} does not evaluate what is saved every {saves} steps; give a divisor of {saves}",
+        )
+
+
+def _mesh_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    products: dict[str, int] = {}
+    for section in ("learner", "rollout", "critic", "reference"):
+        sizes = c[section].mesh.to_dict()
+        free, zero = ([axis for axis, size in sizes.items() if size == n] for n in (-1, 0))
+        if len(free) > 1:
+            yield f"{section}.mesh.{free[1]}", f"mesh.{free[0]} is -1 too; give one of them a size"
+        if zero and len(zero) < len(sizes):
+            yield f"{section}.mesh.{zero[0]}", "0 stands for the learner's mesh and then in every axis; give 1 or more"
+        if not free and not zero:
+            products[section] = math.prod(sizes.values())
+    for section, product in products.items():
+        first, expected = next(iter(products.items()))
+        if product != expected:
+            axis = next(iter(c[section].mesh))
+            yield (
+                f"{section}.mesh.{axis}",
+                f"{section}.mesh has {product} devices, {first}.mesh {expected}; both use all devices, make them equal",
+            )
