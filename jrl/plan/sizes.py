@@ -11,7 +11,11 @@ from jrl.sharding.layout import Layout
 
 
 def _buckets(most: int, least: int = 1) -> list[int]:
-    return sorted({bucket(n, least) for n in range(1, most + 1)})
+    """What `bucket` makes of 1 to `most`."""
+    sizes = [bucket(1, least)]
+    while sizes[-1] < most:
+        sizes.append(bucket(sizes[-1] + 1, least))
+    return sizes if most > 0 else []
 
 
 def _powers(most: int) -> list[int]:
