@@ -19,7 +19,8 @@ def matmul_flops(jaxpr: Any) -> float:
 def _equation_flops(equation: Any) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        return _product_flops(*(v.aval.shape for v in equation.invars), params["dimension_numbers"])
+        a, b = (v.aval.shape for v in equation.invars)
+        return _product_flops(a, b, params["dimension_numbers"])
     if name == "pallas_call":
         return 0.0
     inner = [matmul_flops(sub) for value in params.values() for sub in _jaxprs(value)]
