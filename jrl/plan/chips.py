@@ -57,6 +57,13 @@ class Chip:
         inside = self.domain is None or group * spread <= self.domain
         return self.link_rate if inside else self.network_rate
 
+    def hops(self, group: int) -> int:
+        """Links that the last byte of a collective among `group` devices passes: around rings, or by doubling."""
+        if not self.torus_axes:
+            return math.ceil(math.log2(group))
+        axes = min(max(math.ceil(math.log(group, self.torus_wraps)), 1), self.torus_axes)
+        return math.ceil(axes * group ** (1 / axes) / 2)
+
 
 def _tpu(name: str, tflops: float, hbm: float, hbm_rate: float, link: float, axes: int, wraps: int, per_host: int = 4) -> Chip:
     return Chip(name, "tpu", tflops * 1e12, hbm * GIB, hbm_rate * GB, link * GB, axes, wraps, None, 6.25 * GB, per_host)

@@ -20,7 +20,8 @@ from jrl.plan.plan import Plan
 MATMUL_SHARE = 0.55  # of peak arithmetic, in large products
 READ_SHARE = 0.75  # of peak memory bandwidth
 LINK_SHARE = 0.8  # of peak link bandwidth
-COLLECTIVE_SECONDS = 5e-6  # before the first byte of a collective arrives
+COLLECTIVE_SECONDS = 2e-6  # to begin a collective
+HOP_SECONDS = 1e-6  # for each link on its way
 
 COMPUTE_BYTES = 2  # bfloat16
 GRADIENT_BYTES = 4  # float32
@@ -111,7 +112,7 @@ def step_cost(plan: Plan, arch: Arch, config, chip: Chip) -> StepCost:
 def _phase(chip: Chip, flops: float, read: float, collectives: Sequence[tuple[int, int, float, float]]) -> Phase:
     """Work and (group, spread, bytes received, count) of collectives."""
     links = sum(
-        received / (chip.receive_rate(group, spread) * LINK_SHARE) + count * COLLECTIVE_SECONDS
+        received / (chip.receive_rate(group, spread) * LINK_SHARE) + count * (COLLECTIVE_SECONDS + chip.hops(group) * HOP_SECONDS)
         for group, spread, received, count in collectives
         if group > 1
     )

@@ -38,3 +38,8 @@ def test_what_a_device_receives_by_the_size_of_its_group():
     # Through a switch: the same to everyone in the domain, and the network's beyond.
     assert h100.receive_rate(8) == h100.link_rate
     assert h100.receive_rate(16) == h100.receive_rate(2, spread=8) == h100.network_rate
+
+
+def test_hops_grow_with_the_rings_or_with_the_doublings():
+    assert [CHIPS["v5p"].hops(n) for n in (2, 4, 16, 64, 512)] == [1, 2, 4, 6, 12]
+    assert [CHIPS["h100"].hops(n) for n in (2, 8, 64)] == [1, 3, 6]

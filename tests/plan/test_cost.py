@@ -23,7 +23,8 @@ NORMS = (2 * LAYERS + 1) * HIDDEN
 def whole_shares(monkeypatch):
     for name in ("MATMUL_SHARE", "READ_SHARE", "LINK_SHARE"):
         monkeypatch.setattr(cost_lib, name, 1.0)
-    monkeypatch.setattr(cost_lib, "COLLECTIVE_SECONDS", 0.0)
+    for name in ("COLLECTIVE_SECONDS", "HOP_SECONDS"):
+        monkeypatch.setattr(cost_lib, name, 0.0)
 
 
 def planned(devices, **overrides):
