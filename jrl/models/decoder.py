@@ -116,9 +116,11 @@ class Block(nnx.Module):
     def __call__(self, layer, x, rotation, attend: Attend, cache, constrain: Constrain):
         a, (d, t, _) = self.arch, x.shape
         y = self.attn_norm(x)
-        q = self.q(y).reshape(d, t, a.num_heads, a.head_dim)  # [d, t, H, K]
-        k = self.k(y).reshape(d, t, a.num_kv_heads, a.head_dim)  # [d, t, J, K]
-        v = self.v(y).reshape(d, t, a.num_kv_heads, a.head_dim)
+        # Else the rotation would choose how the products lie, and with them the weights: TPUs would copy those of all layers.
+        q, k, v = jax.lax.optimization_barrier((self.q(y), self.k(y), self.v(y)))
+        q = q.reshape(d, t, a.num_heads, a.head_dim)  # [d, t, H, K]
+        k = k.reshape(d, t, a.num_kv_heads, a.head_dim)  # [d, t, J, K]
+        v = v.reshape(d, t, a.num_kv_heads, a.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = constrain(rotate(q, *rotation), ("batch", "length", "act_heads", None))
