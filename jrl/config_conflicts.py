@@ -24,8 +24,8 @@ def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_coef", "has no effect with algorithm.kl_in=none; give kl_in=loss or reward, or kl_coef=0"
     if a.kl_in == "loss" and a.kl_estimator == "k1":
         yield "algorithm.kl_estimator", "its gradient in the loss has mean 0, so it is only noise; give k2 or k3, or kl_in=reward"
-    if r.kv == "int8" and r.attention == "tpu":
-        yield "rollout.kv", "the tpu kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
+    if r.kv == "int8" and r.attention in ("tpu", "gpu"):
+        yield "rollout.kv", f"the {r.attention} kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
     for name in ("weights", "kv"):
         if r[name] == "int8" and not a.rollout_is_cap:
             yield f"rollout.{name}", f"its samples are of a rounded policy; give algorithm.rollout_is_cap=2.0, or {name}=same"

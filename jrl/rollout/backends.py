@@ -4,6 +4,7 @@ A backend owns the layout of the KV pool. To everybody else the pool is an opaqu
 donated to every compiled program and handed back by it.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,8 @@ from jrl.models.arch import Arch
 from jrl.models.decoder import MASTER_DTYPE, QUANTIZED_DTYPE, Attend
 from jrl.rollout import paged_attention
 from jrl.sharding.layout import Axes, Layout
+
+log = logging.getLogger("jrl")
 
 
 class PoolArray(NamedTuple):
@@ -96,12 +99,17 @@ class XlaBackend:
     def decode_attend(
         self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int, tokens: int = 1
     ) -> Attend:
-        return self._copied(paged_attention.decode_attend(table, lens, active, num_pages, page_size, tokens))
+        make_read = self.make_read
+        return self._copied(paged_attention.decode_attend(make_read, table, lens, active, num_pages, page_size, tokens))
 
     def prefill_attend(
         self, table: jax.Array, prior: jax.Array, start: jax.Array, lens: jax.Array, num_pages: int, page_size: int
     ) -> Attend:
         return self._copied(paged_attention.prefill_attend(table, prior, start, lens, num_pages, page_size))
+
+    def make_read(self, pages: jax.Array, limit: jax.Array, tokens: int, page_size: int) -> paged_attention.Read:
+        """How decoding reads pages; arguments as in `jrl.rollout.paged_attention.gathered`."""
+        return paged_attention.gathered(pages, limit, tokens, page_size)
 
     copy_pages = staticmethod(paged_attention.copy_pages)
 
@@ -132,8 +140,24 @@ def _tpu(arch: Arch, layout: Layout, dtype: Any, kv: str, platform: str) -> Back
     return TpuBackend(arch, layout, dtype)
 
 
+def _gpu(arch: Arch, layout: Layout, dtype: Any, kv: str, platform: str) -> Backend:
+    if platform != "gpu":
+        raise UserError(f"attention backend 'gpu': its kernel is for NVIDIA GPUs, and this is {platform}; choose 'xla' or 'auto'")
+    if kv != "same":
+        raise UserError(f"attention backend 'gpu': kv={kv!r} is beyond its kernel; choose 'xla', 'auto' or kv='same'")
+    if isinstance(layout.mesh, jax.sharding.Mesh):  # a plan has no devices
+        kind = str(getattr(layout.mesh.devices.flat[0], "compute_capability", "of another maker"))
+        if not kind.startswith("9."):
+            raise UserError(f"attention backend 'gpu': its kernel is for Hopper GPUs (9.0), and this one is {kind}; choose 'xla'")
+    from jrl.rollout.gpu_attention import GpuBackend  # as above
+
+    log.warning("attention backend 'gpu': has not been measured on a GPU; compare its speed and logprobs with 'xla'")
+    return GpuBackend(arch, layout, dtype)
+
+
 # By preference. Each makes the backend or raises a UserError that says why it cannot.
-BACKENDS: dict[str, Callable[[Arch, Layout, Any, str, str], Backend]] = {"tpu": _tpu, "xla": _xla}
+BACKENDS: dict[str, Callable[[Arch, Layout, Any, str, str], Backend]] = {"tpu": _tpu, "gpu": _gpu, "xla": _xla}
+BY_NAME_ONLY = {"gpu": "it has not been measured on a GPU; it is there to be asked for by name"}
 
 
 def choose_backend(
@@ -142,7 +166,7 @@ def choose_backend(
     """The attention backend for a platform.
 
     Args:
-      name: a backend's name, or "auto": the first that can run, specialised ones before general ones.
+      name: a backend's name, or "auto": the first that has been measured and can run, specialised ones before general ones.
       platform: of the rollout mesh's devices: "cpu", "gpu" or "tpu".
       kv: what the pool holds, "same" for numbers of `dtype` or "int8".
 
@@ -160,6 +184,9 @@ def choose_backend(
     for other, make in BACKENDS.items():
         if chosen is not None:
             reasons.append((other, f"{chosen.name!r} can run and is preferred on {platform}"))
+            continue
+        if other in BY_NAME_ONLY:
+            reasons.append((other, BY_NAME_ONLY[other]))
             continue
         try:
             chosen = make(arch, layout, dtype, kv, platform)

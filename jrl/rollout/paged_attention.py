@@ -10,6 +10,7 @@ Everybody sees a token's keys and values as they are stored, the call that write
 into calls makes no difference.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,28 @@ class Table(NamedTuple):
     place: Any  # i32[R, B], p * M + m of each slot that is a member; P * M of the others
 
 
+# (base, q, pool) -> partial softmaxes over some pages in the layer whose block of rows begins at `base`, as `_over_pages`.
+Read = Callable[[jax.Array, jax.Array, dict[str, jax.Array]], tuple[jax.Array, jax.Array, jax.Array]]
+# (pages, limit, tokens, page_size) -> how these pages are read, as `gathered`.
+MakeRead = Callable[[jax.Array, jax.Array, int, int], Read]
+
+
+def gathered(pages: jax.Array, limit: jax.Array, tokens: int, page_size: int) -> Read:
+    """Gathers the pages, then multiplies.
+
+    Args:
+      pages: i32[R, N, W].
+      limit: i32[R, N] tokens of each row that the first of T = `tokens` new tokens sees; each later one sees one more.
+    """
+    visible = jnp.arange(pages.shape[-1] * page_size) < (limit[..., None] + jnp.arange(tokens))[..., None]  # [R, N, T, W S]
+    visible = visible.reshape(*visible.shape[:3], -1, page_size).swapaxes(2, 3)
+
+    def read(base, q, pool):
+        return _over_pages(q, *_gather(pool, base + pages, q.dtype), visible)
+
+    return read
+
+
 def _over_pages(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Softmax attention over some of the keys, not yet divided by its sum.
 
@@ -81,10 +104,13 @@ def _over_pages(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.A
     return jnp.squeeze(top, (2, 5)), jnp.sum(weights, axis=(2, 5)), jnp.sum(out, axis=2)
 
 
-def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int, tokens: int = 1):
+def decode_attend(
+    make_read: MakeRead, table: Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int, tokens: int = 1
+):
     """Attention of T = `tokens` new tokens per slot, each to what is cached and to those before it.
 
     Args:
+      make_read: how pages are read: by `gathered`, or a kernel.
       lens: i32[R, B] tokens already in the cache; the new ones are written from this position on, those that a slot has no
         page for to the null page.
       active: bool[R, B]; idle slots write to the null page.
@@ -102,13 +128,12 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
     page = jnp.where(there.reshape(replicas, -1), page, 0)  # [R, B T]
     offset = (each % page_size).reshape(replicas, -1)
     first = (of(table.skip) + (jnp.arange(rows) - of(table.start)) * width) * page_size  # position of a row's first token
-    last = of(lens)[..., None, None] + jnp.arange(tokens)[:, None]  # [R, N, T, 1] that each new token sees
-    visible = first[..., None, None] + jnp.arange(width * page_size) <= last  # [R, N, T, W S]
-    visible = visible.reshape(replicas, rows, tokens, width, page_size).swapaxes(2, 3)
+    limit = jnp.where(table.owner < slots, of(lens) + 1 - first, 0)
+    read_own = make_read(own, limit, tokens, page_size)
     prefixes, members = table.members.shape[1:]
-    common = jnp.take_along_axis(table.skip, table.members[..., 0], axis=1) * page_size  # [R, P] tokens of each prefix
-    known = jnp.arange(table.shared.shape[-1] * page_size) < common[..., None]  # [R, P, V S]
-    known = known.reshape(*table.shared.shape, 1, page_size)
+    if prefixes:  # of which all new tokens of their members see every token
+        common = jnp.take_along_axis(table.skip, table.members[..., 0], axis=1) * page_size  # [R, P]
+        read_shared = make_read(table.shared, common, 1, page_size)
 
     def attend(layer, q, k, v, pool):
         write = jax.vmap(lambda rows, row, off, new: rows.at[row, :, off].set(new.astype(rows.dtype)))
@@ -118,14 +143,12 @@ def decode_attend(table: Table, lens: jax.Array, active: jax.Array, num_pages: i
         kv_heads, size = k.shape[-2:]
         q = q.reshape(replicas, slots, tokens, kv_heads, -1, size).swapaxes(2, 3) * size**-0.5
         q = q.reshape(replicas, slots, kv_heads, -1, size)  # [R, B, J, T G, K]
-        pages = _gather(pool, base + own, k.dtype)  # [R, N, W, J, S, K]
-        top, total, out = _over_pages(q if rows == slots else read(q, owner), *pages, visible)
+        top, total, out = read_own(base, q if rows == slots else read(q, owner), pool)
         if rows > slots:
             top, total, out = _merge(owned, owner, top, total, out)
         if prefixes:
-            pages = _gather(pool, base + table.shared, k.dtype)  # [R, P, V, J, S, K]
             together = jnp.moveaxis(read(q, table.members), 2, 3)  # [R, P, J, M, T G, K]
-            parts = _over_pages(together.reshape(replicas, prefixes, kv_heads, -1, size), *pages, known)
+            parts = read_shared(base, together.reshape(replicas, prefixes, kv_heads, -1, size), pool)
             alone = lambda x: jnp.moveaxis(x.reshape(*x.shape[:3], members, -1, *x.shape[4:]), 3, 2)  # noqa: E731
             t, z, o = (_to_slots(alone(x), table.place, none) for x, none in zip(parts, (NEG_INF, 0.0, 0.0), strict=True))
             most = jnp.maximum(top, t)

@@ -10,6 +10,7 @@ import pytest
 from jrl.errors import UserError
 from jrl.models.arch import KNOWN
 from jrl.rollout.backends import BACKENDS, Backend, XlaBackend, choose_backend
+from jrl.rollout.gpu_attention import GpuBackend
 from jrl.rollout.tpu_attention import TpuBackend
 from jrl.sharding.layout import Layout
 
@@ -47,7 +48,7 @@ def test_a_backend_asked_for_by_name_is_taken_or_refused():
         choose("tpu", "cpu")
     with pytest.raises(UserError, match="dtype float16"):
         choose("tpu", "tpu", jnp.float16)
-    with pytest.raises(UserError, match="'flash' does not exist; choose auto, tpu, xla"):
+    with pytest.raises(UserError, match="'flash' does not exist; choose auto, tpu, gpu, xla"):
         choose("flash", "tpu")
 
 
@@ -62,11 +63,11 @@ def test_integer_pages_are_for_xla():
 @pytest.mark.parametrize("name", ["decode_attend", "prefill_attend", "copy_pages", "pool_arrays"])
 def test_backends_take_the_same_arguments(name):
     wanted = list(inspect.signature(getattr(Backend, name)).parameters)[1:]
-    for backend in (XlaBackend(SMOL, layout_of(), jnp.float32), TpuBackend(SMOL, layout_of(), jnp.float32)):
+    for backend in (kind(SMOL, layout_of(), jnp.bfloat16) for kind in (XlaBackend, TpuBackend, GpuBackend)):
         assert list(inspect.signature(getattr(backend, name)).parameters) == wanted
 
 
-@pytest.mark.parametrize("kind", [XlaBackend, TpuBackend])
+@pytest.mark.parametrize("kind", [XlaBackend, TpuBackend, GpuBackend])
 @pytest.mark.parametrize("replica, tensor", [(1, 1), (4, 1), (2, 2)])
 def test_pools_are_split_over_replicas_and_heads(kind, replica, tensor):
     layout = layout_of(replica, tensor)
