@@ -5,8 +5,9 @@ python benchmarks/rollout.py --prompts 64 --group 1 --completion-tokens 50 --lon
 python benchmarks/rollout.py --temperature 0 --completion-tokens 256 --speculate 4
 
 The second is a long-tailed workload: some completions, drawn at random, are much longer than the others. The third guesses
-tokens from the text before them, in the calls of the decode loop where that has been faster. With --engine transformers the
-same work is done by transformers' generate, in batches of --slots; it wants torch and a directory.
+tokens from the text before them, in the calls of the decode loop where that has been faster. With --engine transformers, tunix
+or vllm the same work is done by transformers' generate or Tunix's sampler, in batches of --slots, or by vLLM with as many
+sequences under way; each where it is installed, beside what jrl needs, and from a Hugging Face directory.
 """
 
 import time
@@ -31,7 +32,7 @@ from jrl.sharding.layout import Layout  # noqa: E402
 
 def parse_args() -> argparse.Namespace:
     p = common.parser(__doc__.splitlines()[0])
-    p.add_argument("--engine", choices=("jrl", "transformers"), default="jrl")
+    p.add_argument("--engine", choices=("jrl", *peers.ENGINES), default="jrl")
     p.add_argument("--slots", type=int, default=0, help="sequences decoded at once per replica; 0: all, at most 64")
     p.add_argument("--page-size", type=int, default=16, help="tokens of a page")
     p.add_argument("--decode-chunk", type=int, default=32, help="tokens between two looks of the host")
@@ -129,18 +130,28 @@ def report(
     return out
 
 
-def of_transformers(args: argparse.Namespace) -> dict:
-    """The part of the report that makes sense for a static batch; nothing is compiled."""
+def of_peer(args: argparse.Namespace) -> dict:
+    """The report of another engine; null is what it does not tell."""
+    compiling = common.CompileClock()
     work = Workload(args, open_model(args.model).tokenizer)
-    engine = peers.TransformersGenerate(args.model, args.slots or default_slots(work.samples, 1))
-    engine.generate(work, most=2)
+    engine, version = peers.make(args.engine, args.model, work, args.slots or default_slots(work.samples, 1))
+    startup_s = time.perf_counter() - T0
+    first = engine.generate(work)
+    engine.generate(work, most=1)
     seconds = [engine.generate(work) for _ in range(args.steps)]
     one = [engine.generate(work, most=1) for _ in range(args.steps)]
     return {
+        "version": version,
         "seconds": common.spread(seconds),
         "tokens_per_s": round(work.new_tokens / float(np.median(seconds)), 1),
         "tokens_per_s_best": round(work.new_tokens / min(seconds), 1),
+        "time_to_first_token_s": None,
         "one_token_call_s": common.spread(one),
+        "slot_use": None,
+        "startup_s": round(startup_s, 1),
+        "first_call_s": round(first, 1),
+        "compile_s": round(compiling.seconds, 1) if args.engine == "tunix" else None,  # the others do not compile with XLA
+        "programs": None,
     }
 
 
@@ -173,7 +184,7 @@ def of_jrl(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     args = parse_args()
-    about = of_transformers(args) if args.engine == "transformers" else of_jrl(args)
+    about = of_jrl(args) if args.engine == "jrl" else of_peer(args)
     common.emit({"benchmark": "rollout", "args": vars(args), **about}, args.json)
 
 
