@@ -23,6 +23,11 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def power_of_two_within(n: int) -> int:
+    """The largest that is at most n >= 1."""
+    return 1 << (n.bit_length() - 1)
+
+
 def default_slots(sequences: int, replicas: int) -> int:
     """Slots of a rollout replica where the config leaves them open: for all of a step's sequences, at most 64."""
     return min(-(-sequences // replicas), 64)

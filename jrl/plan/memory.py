@@ -110,7 +110,7 @@ def _layer_work(arch: Arch, tokens: int, pairs: int, tensor: int, dtype) -> int:
 
 def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
     """Bytes of one layer in the largest call that is not rare: prompts of one replica's budget, or a part of a long one."""
-    usual = [(n, t, before) for n, t, before in prefill_sizes(batch, replicas=1) if n == 1 or not before]
+    usual = [(n, t, before) for n, t, before in prefill_sizes(batch) if n == 1 or not before]
     pairs = [n * min(t, QUERY_CHUNK) * (t + before * batch["page_size"]) for n, t, before in usual]
     return max((_layer_work(arch, n * t, p, tensor, dtype) for (n, t, _), p in zip(usual, pairs, strict=True)), default=0)
 

@@ -4,7 +4,7 @@ import math
 
 from jrl.packing import LENGTH_STEP
 from jrl.rollout.backends import Backend
-from jrl.rollout.engine import PREFILL_TOKENS
+from jrl.rollout.prefill import longest_chunk, most_prompts, padded_length
 from jrl.rollout.scheduler import OPEN_PREFIXES
 from jrl.shapes import bucket
 from jrl.sharding.layout import Layout
@@ -41,7 +41,7 @@ def program_sizes(
         return learner_shapes(batch, rows, layouts[name].batch_shards)
 
     programs: dict[str, list[tuple[int, ...]]] = {
-        "rollout.prefill (prompts, tokens, pages cached before)": prefill_sizes(batch, batch["replicas"]),
+        "rollout.prefill (prompts, tokens, pages cached before)": prefill_sizes(batch),
         "rollout.decode (rows, pages of a row, shared prefixes, their members, their pages)": decode_sizes(
             batch, samples, backend.row_pages
         ),
@@ -67,20 +67,18 @@ def _longest_prefix(batch: dict[str, int]) -> int:
     return batch["prompt_tokens"] - 1 + (batch["response_tokens"] - 1) * preempted
 
 
-def prefill_sizes(batch: dict[str, int], replicas: int) -> list[tuple[int, ...]]:
+def prefill_sizes(batch: dict[str, int]) -> list[tuple[int, ...]]:
     """(prompts, tokens, pages cached before), as `Engine` rounds them.
 
-    Any number of pages may come before any number of tokens, as a call has several prompts. And where there are several
-    replicas the shortest prompts of one, which are many, may share a call with a long prompt of another.
+    Any number of pages may come before any number of tokens, as a call has several prompts.
     """
     page, longest = batch["page_size"], _longest_prefix(batch)
     together = max(batch["slots"], OPEN_PREFIXES)
     sizes = set()
     for before, left in ((0, longest), *((n, longest - page) for n in _powers((longest - 1) // page))):
-        for size in _buckets(min(left, PREFILL_TOKENS), page):
-            length = -(-size // page) * page
-            fitting = max(PREFILL_TOKENS // (length if replicas == 1 else page), 1)
-            sizes |= {(n, length, before) for n in _powers(min(fitting, together))}
+        for size in _buckets(min(left, longest_chunk(page)), page):
+            length = padded_length(size, page)
+            sizes |= {(n, length, before) for n in _powers(min(most_prompts(length), together))}
     return sorted(sizes)
 
 

@@ -18,6 +18,7 @@ from jrl.models.arch import Arch
 from jrl.models.unstack import unstack_layers
 from jrl.rollout.backends import PoolArray, choose_backend
 from jrl.rollout.paged_attention import Table
+from jrl.rollout.prefill import longest_chunk, next_call, padded_length
 from jrl.rollout.programs import Decoded, EngineShape, Prompts, Slots, build
 from jrl.rollout.scheduler import Counts, Group, Prefix, Request, Sample, Scheduler
 from jrl.rollout.slot_controls import SlotControls
@@ -27,8 +28,6 @@ from jrl.shapes import ProgramLog, bucket, power_of_two
 from jrl.types import Completion
 
 log = logging.getLogger("jrl")
-
-PREFILL_TOKENS = 4096  # padded prompt tokens that are cached per replica between two calls of the decode loop
 
 
 @dataclasses.dataclass
@@ -234,16 +233,16 @@ class Engine:
         return jax.device_put(x, self.layout.sharding(("batch",)))
 
     def _prefill(self) -> None:
-        """Caches the next part of the open prompts; shortest first, so that a call's padding is small."""
+        """Caches the next part of the open prompts; those of like length together, so that a call's padding is small."""
         work: list[list[tuple[Prefix, int]]] = [[] for _ in range(self.replicas)]
-        for index, prefix, count in self.scheduler.chunks(PREFILL_TOKENS):
+        for index, prefix, count in self.scheduler.chunks(longest_chunk(self.shape.page_size)):
             work[index].append((prefix, count))
             self.stats.prefill_tokens += count
         for chunks in work:
             chunks.sort(key=lambda chunk: (chunk[0].cached > 0, chunk[0].scored, chunk[1]))
         while any(work):
             kind = self._kind(next(chunks[0] for chunks in work if chunks))
-            batch = [self._fitting([c for c in chunks if self._kind(c) == kind]) for chunks in work]
+            batch = next_call([[c for c in chunks if self._kind(c) == kind] for chunks in work], self.shape.page_size)
             work = [[c for c in chunks if c not in taken] for chunks, taken in zip(work, batch, strict=True)]
             self._prefill_call(batch)
 
@@ -252,18 +251,10 @@ class Engine:
         """What cannot share a call: a program either reads pages cached before or not, and gives logprobs or not."""
         return chunk[0].cached > 0, chunk[0].scored
 
-    def _padded(self, tokens: int) -> int:
-        page = self.shape.page_size
-        return -(-bucket(tokens, page) // page) * page
-
-    def _fitting(self, chunks: list[tuple[Prefix, int]]) -> list[tuple[Prefix, int]]:
-        """The first ones, as many as PREFILL_TOKENS allow with every one padded to the longest of them."""
-        return [c for i, c in enumerate(chunks) if i == 0 or (i + 1) * self._padded(c[1]) <= PREFILL_TOKENS]
-
     def _prefill_call(self, batch: list[list[tuple[Prefix, int]]]) -> None:
         page = self.shape.page_size
         chunks = [(r, p, *chunk) for r, of_replica in enumerate(batch) for p, chunk in enumerate(of_replica)]
-        length = self._padded(max(count for *_, count in chunks))
+        length = padded_length(max(count for *_, count in chunks), page)
         most = power_of_two(max(map(len, batch)))
         before = max(prefix.cached for _, _, prefix, _ in chunks) // page
         before = power_of_two(before) if before else 0

@@ -167,8 +167,7 @@ def test_drafts_are_one_more_program_of_the_same_sizes_and_their_logits_are_coun
 def engine_run(monkeypatch, replicas=1, **overrides):
     """A plan, and what an engine like that of its run has compiled for rounds of prompts that begin alike."""
     monkeypatch.setattr(XlaBackend, "row_pages", 2)
-    for module in ("jrl.rollout.engine", "jrl.plan.sizes"):
-        monkeypatch.setattr(f"{module}.PREFILL_TOKENS", 24)
+    monkeypatch.setattr("jrl.rollout.prefill.PREFILL_TOKENS", 24)
     arch = small_arch()
     c = config(
         rollout__slots=4, rollout__group_size=4, rollout__max_new_tokens=14, data__max_prompt_tokens=22, rollout__page_size=4,

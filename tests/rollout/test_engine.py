@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.rollout import engine as engine_module
+from jrl.rollout import prefill
 from jrl.rollout.backends import XlaBackend
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.programs import Prompts
@@ -149,7 +149,7 @@ def test_prefill_in_several_calls_is_the_same(engine, monkeypatch):
     engine.load(engine.params, engine.version)  # forgets the cached prompts
     engine.generate(asked)
     assert len(calls) == 1
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", PAGE)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", PAGE)
     engine.load(engine.params, engine.version)
     assert_same(engine.generate(asked), whole)
     assert len(calls) == 1 + 2 + 3 + 3  # 16, 17 and 18 tokens, at most 8 at a time

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jrl.algorithms.kl import kl
 from jrl.models import decoder
 from jrl.models.quantize import quantize_params
-from jrl.rollout import engine as engine_module
-from jrl.rollout import paged_attention
+from jrl.rollout import paged_attention, prefill
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.scheduler import Request
 from jrl.rollout.weights import weight_publisher
@@ -144,7 +143,7 @@ def test_groups_share_pages(engine, want):
 def test_prefill_in_several_calls_reads_what_the_first_wrote(engine, want, monkeypatch):
     calls, call = [], engine._prefill_call
     monkeypatch.setattr(engine, "_prefill_call", lambda batch: (calls.append(batch), call(batch)))
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", PAGE)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", PAGE)
     engine.load(engine.params, engine.version)
     assert_alike(engine.generate(ASKED), want)
     assert len(calls) == 2 + 3  # 12 and 20 tokens, at most 8 at a time
