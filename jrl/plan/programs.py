@@ -139,10 +139,10 @@ def _rollout_programs(config, arch: Arch, layout: Layout, dtype, plan: Plan) -> 
     )  # fmt: skip
     holds = ("rollout: KV pool",)
     yield Program("rollout.prefill", programs.prefill, (False, params, pool, prompts), holds)
-    n, width, groups, members, pages = largest(plan, "rollout.decode")
+    n, width, groups, members, rows_of_them, pages = largest(plan, "rollout.decode")
     table = Table(
-        own=array(n, width), owner=array(n), start=array(b["slots"]), skip=array(b["slots"]), shared=array(groups, pages),
-        members=array(groups, members), place=array(b["slots"]),
+        own=array(n, width), owner=array(n), start=array(b["slots"]), skip=array(b["slots"]),
+        shared=array(rows_of_them, pages), prefix=array(rows_of_them), members=array(groups, members), place=array(b["slots"]),
     )  # fmt: skip
     whole, real = array(b["slots"]), array(b["slots"], dtype=jnp.float32)
     slots = Slots(whole, whole, whole, whole, array(b["slots"], dtype=jnp.uint32), real, array(b["slots"], dtype=jnp.bool_))

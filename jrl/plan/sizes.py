@@ -42,10 +42,10 @@ def program_sizes(
 
     programs: dict[str, list[tuple[int, ...]]] = {
         "rollout.prefill (prompts, tokens, pages cached before)": prefill_sizes(batch),
-        "rollout.decode (rows, pages of a row, shared prefixes, their members, their pages)": decode_sizes(
+        "rollout.decode (rows, pages of a row, shared prefixes, their members, their rows, pages of such a row)": decode_sizes(
             batch, samples, backend.row_pages
         ),
-        "rollout.speculate (rows, pages of a row, shared prefixes, their members, their pages)": (
+        "rollout.speculate (rows, pages of a row, shared prefixes, their members, their rows, pages of such a row)": (
             decode_sizes(batch, samples, backend.row_pages) if config.rollout.speculate else []
         ),
         "rollout.copy (pages)": [(n,) for n in _buckets(batch["slots"])] if samples > 1 else [],
@@ -83,7 +83,7 @@ def prefill_sizes(batch: dict[str, int]) -> list[tuple[int, ...]]:
 
 
 def decode_sizes(batch: dict[str, int], samples: int, row_pages: int | None) -> list[tuple[int, ...]]:
-    """(rows, pages of a row, shared prefixes, their members, their pages), as `TableMaker` rounds them.
+    """(rows, pages of a row, shared prefixes, their members, their rows, pages of such a row), as `TableMaker` rounds them.
 
     Room that was made for other prefixes is used again where it is not much too large, so a run meets few of these pairs.
     """
@@ -94,8 +94,13 @@ def decode_sizes(batch: dict[str, int], samples: int, row_pages: int | None) -> 
     rows += [(n, row) for n in sorted({max(bucket(n), slots + 1) for n in range(slots + 1, most + 1)})]
     shareable = _longest_prefix(batch) // batch["page_size"]
     members = _powers(min(samples, slots))[1:] if shareable else []
-    shared = [(0, 1, 1)]
-    shared += [(p, n, pages) for p in _powers(slots // 2) for n in members for pages in _powers(shareable)]
+    shared = [(0, 1, 0, 1)]
+    for p in _powers(slots // 2) if members else []:
+        pages = sorted({min(n, row_pages or n) for n in _powers(shareable)})
+        of_rows = [(p, n) for n in pages]
+        if shareable > pages[-1]:
+            of_rows += [(n, pages[-1]) for n in _powers(p * -(-shareable // pages[-1])) if n > p]
+        shared += [(p, n, *other) for n in members for other in of_rows]
     return [(*one, *other) for one in rows for other in shared]
 
 

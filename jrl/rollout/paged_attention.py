@@ -46,16 +46,17 @@ def _gather(pool: dict[str, jax.Array], rows: jax.Array, dtype: Any) -> list[jax
 class Table(NamedTuple):
     """Where the slots' tokens lie. Samples of one prompt share its full pages, and read them together, once for all.
 
-    A slot's own pages are one row or several, so that the work follows what is in the slots and not the longest of them.
-    Unused entries of the arrays of pages are 0.
+    A slot's own pages are one row or several, so that the work follows what is in the slots and not the longest of them; the
+    pages of a prefix likewise. Unused entries of the arrays of pages are 0.
     """
 
     own: Any  # i32[R, N, W], the slots' pages after those they share, slot after slot, each from a new row on
     owner: Any  # i32[R, N], the slot of each row, B of those that are not used; N is B only where every slot has one
     start: Any  # i32[R, B], each slot's first row
     skip: Any  # i32[R, B], how many pages it shares
-    shared: Any  # i32[R, P, V], pages of the prefixes that several slots have in common; P is 0 where there are none
-    members: Any  # i32[R, P, M], the slots that do, any slot where there are fewer than M
+    shared: Any  # i32[R, N', V], pages of the prefixes that several slots have in common, full ones, prefix after prefix
+    prefix: Any  # i32[R, N'], the prefix of each such row, P of those that are not used; N' is P only where each has one
+    members: Any  # i32[R, P, M], the slots that share it, any slot where there are fewer than M; P is 0 where none share any
     place: Any  # i32[R, B], p * M + m of each slot that is a member; P * M of the others
 
 
@@ -131,9 +132,11 @@ def decode_attend(
     limit = jnp.where(table.owner < slots, of(lens) + 1 - first, 0)
     read_own = make_read(own, limit, tokens, page_size)
     prefixes, members = table.members.shape[1:]
-    if prefixes:  # of which all new tokens of their members see every token
-        common = jnp.take_along_axis(table.skip, table.members[..., 0], axis=1) * page_size  # [R, P]
-        read_shared = make_read(table.shared, common, 1, page_size)
+    several = table.shared.shape[1] > prefixes  # rows of a prefix
+    if prefixes:  # whose pages are full, and seen by all new tokens of their members
+        prefix = jnp.minimum(table.prefix, prefixes - 1)
+        belongs = table.prefix[:, None] == jnp.arange(prefixes)[:, None]  # [R, P, N']
+        read_shared = make_read(table.shared, jnp.sum(table.shared > 0, axis=-1) * page_size, 1, page_size)
 
     def attend(layer, q, k, v, pool):
         write = jax.vmap(lambda rows, row, off, new: rows.at[row, :, off].set(new.astype(rows.dtype)))
@@ -148,7 +151,10 @@ def decode_attend(
             top, total, out = _merge(owned, owner, top, total, out)
         if prefixes:
             together = jnp.moveaxis(read(q, table.members), 2, 3)  # [R, P, J, M, T G, K]
-            parts = read_shared(base, together.reshape(replicas, prefixes, kv_heads, -1, size), pool)
+            together = together.reshape(replicas, prefixes, kv_heads, -1, size)
+            parts = read_shared(base, read(together, prefix) if several else together, pool)
+            if several:
+                parts = _merge(belongs, prefix, *parts)
             alone = lambda x: jnp.moveaxis(x.reshape(*x.shape[:3], members, -1, *x.shape[4:]), 3, 2)  # noqa: E731
             t, z, o = (_to_slots(alone(x), table.place, none) for x, none in zip(parts, (NEG_INF, 0.0, 0.0), strict=True))
             most = jnp.maximum(top, t)
@@ -163,7 +169,7 @@ def decode_attend(
 def _merge(
     owned: jax.Array, owner: jax.Array, top: jax.Array, total: jax.Array, out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Partial softmaxes of rows to those of the slots that own them.
+    """Partial softmaxes of rows to those of the slots, or prefixes, that own them.
 
     The sums are products with `owned`, bool[R, B, N]: additions one row at a time are slow everywhere.
     """

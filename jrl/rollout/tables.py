@@ -8,6 +8,8 @@ from jrl.rollout.paged_attention import Table
 from jrl.rollout.scheduler import Replica, Sample
 from jrl.shapes import bucket, power_of_two
 
+Shared = tuple[list[int], list[int]]  # slots, and the pages that they begin with
+
 
 class TableMaker:
     """Makes `Table`s whose arrays have few different shapes, so that few programs are compiled.
@@ -54,22 +56,30 @@ class TableMaker:
                 own[r, begin : begin + len(of_slot)] = of_slot
         return own.reshape(replicas, count, width), owner, start.astype(np.int32)
 
-    def _shared(self, sets: list[list[tuple[list[int], list[int]]]], slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _shared(self, sets: list[list[Shared]], slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """`shared`, `prefix`, `members` and `place` of each replica's prefixes."""
         everyone = [one for of_replica in sets for one in of_replica]
         count, most = self._room(sets, slots) if everyone else (0, 1)
-        width = power_of_two(max((len(pages) for _, pages in everyone), default=1))
-        shared = np.zeros((len(sets), count, width), np.int32)
+        longest = max((len(pages) for _, pages in everyone), default=1)
+        width = min(power_of_two(longest), self._row_pages or power_of_two(longest))
+        needed = max(sum(-(-len(pages) // width) for _, pages in of_replica) for of_replica in sets)
+        rows = count if longest <= width else power_of_two(max(needed, count + 1))
+        shared = np.zeros((len(sets), rows, width), np.int32)
+        prefix = np.full((len(sets), rows), count, np.int32)
         members = np.zeros((len(sets), count, most), np.int32)
         place = np.full((len(sets), slots), count * most, np.int32)
         for r, of_replica in enumerate(sets):
+            begin = 0
             for p, (slot_ids, pages) in enumerate(of_replica):
-                shared[r, p, : len(pages)] = pages
+                end = begin + -(-len(pages) // width)
+                shared[r, begin:end].reshape(-1)[: len(pages)] = pages
+                prefix[r, begin:end], begin = p, end
                 members[r, p, : len(slot_ids)] = slot_ids
                 members[r, p, len(slot_ids) :] = slot_ids[0]
                 place[r, slot_ids] = p * most + np.arange(len(slot_ids))
-        return shared, members, place
+        return shared, prefix, members, place
 
-    def _room(self, sets: list[list[tuple[list[int], list[int]]]], slots: int) -> tuple[int, int]:
+    def _room(self, sets: list[list[Shared]], slots: int) -> tuple[int, int]:
         """For how many prefixes and members of each: an earlier room that fits and costs little more, or a new one.
 
         What is read together is computed for prefixes x members queries, filled or not. Two for each slot are cheap.
@@ -83,7 +93,7 @@ class TableMaker:
         return room
 
 
-def common_prefixes(replica: Replica) -> list[tuple[list[int], list[int]]]:
+def common_prefixes(replica: Replica) -> list[Shared]:
     """(slots, pages) of the samples of one request that begin with the same pages, where there are two or more."""
     groups: dict[int, list[tuple[int, Sample]]] = defaultdict(list)
     for slot, sample in replica.busy:

@@ -157,7 +157,7 @@ def test_every_packed_microbatch_has_a_size_of_the_plan(group, budget, shards):
 def test_drafts_are_one_more_program_of_the_same_sizes_and_their_logits_are_counted():
     arch = dataclasses.replace(small_arch(), vocab_size=400000)
     plain, drafting = (make_plan(config(rollout__speculate=k), arch, 1) for k in (0, 3))
-    name = "rollout.{} (rows, pages of a row, shared prefixes, their members, their pages)"
+    name = "rollout.{} (rows, pages of a row, shared prefixes, their members, their rows, pages of such a row)"
     assert drafting.programs[name.format("speculate")] == drafting.programs[name.format("decode")]
     assert plain.programs.keys() == drafting.programs.keys() - {name.format("speculate")}
     work = [plan.phase_bytes["generating"]["work arrays, estimate"] for plan in (plain, drafting)]
@@ -204,9 +204,9 @@ def test_every_program_of_an_engine_has_a_size_of_the_plan(replicas, overrides, 
             score, *size = key
             assert not score
         elif name == "decode":
-            own, _, _, _, shared, members, _, best, controlled = key
+            own, _, _, _, shared, _, members, _, best, controlled = key
             assert not best and not controlled
-            size = [*own, *members, shared[1]]
+            size = [*own, *members, *shared]
         else:
             size = key
         met[f"rollout.{name}"].add(tuple(size))
@@ -217,7 +217,7 @@ def test_every_program_of_an_engine_has_a_size_of_the_plan(replicas, overrides, 
     assert all(len(shapes) > 1 for shapes in met.values())
     if replicas == 1:
         assert all(len({size[i] for size in met["rollout.prefill"]}) > 1 for i in range(3))
-        assert all(len({size[i] for size in met["rollout.decode"]}) > 1 for i in range(5))
+        assert all(len({size[i] for size in met["rollout.decode"]}) > 1 for i in range(6))
 
 
 def test_programs_are_those_of_the_algorithm():

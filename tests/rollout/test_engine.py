@@ -261,13 +261,14 @@ def test_the_longest_sequence_fits_and_a_longer_one_is_refused(engine, params):
 
 
 def test_a_table_in_rows_gives_the_same_tokens(monkeypatch, params):
-    monkeypatch.setattr(XlaBackend, "row_pages", 2)
+    monkeypatch.setattr(XlaBackend, "row_pages", 1)
     engine = make_engine()
-    sizes, make = [], engine.tables.make
-    monkeypatch.setattr(engine.tables, "make", lambda replicas: sizes.append((t := make(replicas)).own.shape[1]) or t)
+    tables, make = [], engine.tables.make
+    monkeypatch.setattr(engine.tables, "make", lambda replicas: tables.append(make(replicas)) or tables[-1])
     asked = mixed()
     assert surprises(params, asked, engine.generate(asked)) == 0
-    assert max(sizes) > 4  # slots of several rows
+    assert max(t.own.shape[1] for t in tables) > 4  # slots of several rows
+    assert any(t.shared.shape[1] > t.members.shape[1] > 0 for t in tables)  # prefixes of several rows
 
 
 def test_long_tails_leave_few_slots_idle(params):
@@ -291,7 +292,9 @@ def test_every_program_updates_the_pool_in_place(name):
     engine = make_engine(num_pages=400)
     rows = lambda *shape: np.zeros((1, *shape), np.int32)  # noqa: E731
     name, _, several = name.partition(" ")
-    table = Table(rows(9 if several else 4, 8), rows(9 if several else 4), rows(4), rows(4), rows(2, 2), rows(2, 4), rows(4))
+    n, common = (9, 4) if several else (4, 2)
+    own = (rows(n, 8), rows(n), rows(4), rows(4))
+    table = Table(*own, rows(common, 2), rows(common), rows(2, 4), rows(4))
     prompts = Prompts(rows(2, 16), rows(2, 16), rows(2), rows(2), rows(2, 2), rows(2, 1))
     arguments = {
         "prefill": (False, engine.params, engine.pool, prompts),

@@ -56,8 +56,9 @@ def layout_of(tensor=1):
 NONE = np.zeros((0, 1))
 
 
-def table(own, owner, start, skip, shared=NONE, members=NONE, place=(0, 0, 0)):
-    return Table(*(jnp.asarray(x, jnp.int32)[None] for x in (own, owner, start, skip, shared, members, place)))
+def table(own, owner, start, skip, shared=NONE, members=NONE, place=(0, 0, 0), prefix=None):
+    prefix = np.arange(len(shared)) if prefix is None else prefix
+    return Table(*(jnp.asarray(x, jnp.int32)[None] for x in (own, owner, start, skip, shared, prefix, members, place)))
 
 
 # Three slots of 39, 21 and 18 cached tokens; the last one is idle.
@@ -66,6 +67,8 @@ APART = table([[5, 2, 9], [7, 3, 0], [0, 0, 0]], [0, 1, 2], [0, 1, 2], [0, 0, 0]
 ROWS = table([[5], [2], [9], [7], [3], [0], [0]], [0, 0, 0, 1, 1, 2, 3], [0, 3, 5], [0, 0, 0])
 # The first two begin with page 5; the second prefix has no members.
 SHARED = table([[2, 9], [3, 0], [0, 0]], [0, 1, 2], [0, 1, 2], [1, 1, 0], [[5, 0], [0, 0]], [[1, 0], [2, 2]], [1, 0, 4])
+# The first two, now of 39 and 35, begin with pages 5 and 2, each in a row of its own.
+LONG = table([[9], [3], [0]], [0, 1, 2], [0, 1, 2], [2, 2, 0], [[5], [2], [0]], [[1, 0]], [1, 0, 2], [0, 0, 1])
 
 
 class Inputs:
@@ -101,6 +104,7 @@ def difference(a, b):
     "heads, kv_heads, head_dim, pages, tokens",
     [
         (9, 3, 64, SHARED, 1),  # SmolLM2's heads
+        (2, 1, 64, LONG, 1),
         (4, 2, 64, ROWS, 3),  # some of the new tokens cross a page's border
         pytest.param(14, 2, 64, APART, 1, marks=pytest.mark.slow),  # those of Qwen2.5-0.5B
         pytest.param(8, 1, 128, SHARED, 5, marks=pytest.mark.slow),  # more than 64 queries read the prefix
@@ -111,8 +115,9 @@ def test_decoding_gives_what_xla_gives(interpreted, heads, kv_heads, head_dim, p
     """Up to rounding of weights and outputs to 16 bits."""
     arch = small_arch(heads, kv_heads, head_dim)
     x = Inputs(arch, tokens)
-    want, pool = x.run(XlaBackend(arch, layout_of(), jnp.bfloat16), pages)
-    got, pool_after = x.run(GpuBackend(arch, layout_of(), jnp.bfloat16), pages)
+    lens = [39, 35, 18] if pages is LONG else LENS
+    want, pool = x.run(XlaBackend(arch, layout_of(), jnp.bfloat16), pages, lens)
+    got, pool_after = x.run(GpuBackend(arch, layout_of(), jnp.bfloat16), pages, lens)
     assert np.abs(want).max() > 0.5 and difference(got, want) < 0.02
     assert all((pool[name] == pool_after[name]).all() for name in pool)
 

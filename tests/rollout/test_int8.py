@@ -77,7 +77,7 @@ def test_tokens_are_those_of_the_dequantized_weights():
 
 def test_decoding_keeps_no_float_copy_of_the_weights(monkeypatch):
     rows = lambda *shape: np.zeros((1, *shape), np.int32)  # noqa: E731
-    table = Table(rows(4, 8), rows(4), rows(4), rows(4), rows(0, 1), rows(0, 1), rows(4))
+    table = Table(rows(4, 8), rows(4), rows(4), rows(4), rows(0, 1), rows(0), rows(0, 1), rows(4))
 
     def converted_before_the_loop():
         """Of the matrices, those that the program makes floats of at its beginning."""

@@ -50,7 +50,7 @@ def test_many_small_groups_do_not_make_large_ones_dear():
     """What is computed for prefixes stays near the number of slots, whatever came before, in few shapes."""
     maker, shapes = TableMaker(8), set()
     for sets in ([4] * 32, [16] * 8, [16] * 5 + [3], [2] * 4, [4] * 30, [128]):
-        shared, members, place = maker._shared([prefixes_of(*sets)], 128)
+        shared, _, members, place = maker._shared([prefixes_of(*sets)], 128)
         shapes.add(members.shape)
         assert members.shape[1] * members.shape[2] <= 128
         filled = place[0][place[0] < members[0].size]
@@ -59,12 +59,47 @@ def test_many_small_groups_do_not_make_large_ones_dear():
     assert shapes == {(1, 32, 4), (1, 8, 16), (1, 1, 128)}  # four of the six find a room that was there
 
 
+def prefixes_of_pages(*counts):
+    """Prefixes of so many pages, each of two slots; ids are distinct."""
+    ids = iter(range(1, sum(counts) + 1))
+    return [([2 * i, 2 * i + 1], [next(ids) for _ in range(n)]) for i, n in enumerate(counts)]
+
+
+@pytest.mark.parametrize("row_pages", [None, 1, 2, 8])
+@pytest.mark.parametrize("longest", [1, 2, 8, 9, 61])
+def test_rows_of_prefixes_are_their_pages_in_order(row_pages, longest):
+    sets = [prefixes_of_pages(3, longest, 1), prefixes_of_pages(2)]
+    shared, prefix, members, _ = TableMaker(row_pages)._shared(sets, 12)
+    assert shared.shape[:2] == prefix.shape and shared.shape[1] >= members.shape[1]
+    for r, of_replica in enumerate(sets):
+        for p, (_, pages) in enumerate(of_replica):
+            assert [page for page in shared[r][prefix[r] == p].reshape(-1) if page] == pages
+            assert shared[r][prefix[r] == p].size - len(pages) < shared.shape[2]  # only the last row has room
+        assert not shared[r][prefix[r] == members.shape[1]].any()
+    if shared.shape[1] == members.shape[1]:  # what decoding takes for granted: each prefix in the row of its number
+        assert [prefix[0][p] for p in range(3)] == [0, 1, 2]
+    else:
+        assert shared.shape[2] == row_pages
+
+
+def test_one_long_prefix_does_not_make_the_others_long():
+    """A group with a prompt of 2,048 tokens beside seven with 64: all but the last prompt token are cached, 16 to a page."""
+    sets = [prefixes_of_pages(127, *[3] * 7)]
+    used = 127 + 7 * 3
+    in_rows, whole = (TableMaker(row_pages)._shared(sets, 64)[0].size for row_pages in (8, None))
+    assert whole == 8 * 128 and whole / used > 6.9
+    assert in_rows == 32 * 8 and in_rows / used < 1.75
+    # In few shapes: the rows of all prefixes together are rounded to a power of two.
+    shapes = {TableMaker(8)._shared([prefixes_of_pages(n, *[3] * 7)], 64)[0].shape for n in range(1, 129)}
+    assert shapes == {(1, 8, 4), (1, 8, 8), (1, 16, 8), (1, 32, 8)}
+
+
 def test_what_was_forgotten_shapes_nothing():
     fresh, used = TableMaker(8), TableMaker(8)
     used._shared([prefixes_of(*[4] * 30)], 128)
-    wanted = fresh._shared([prefixes_of(*[2] * 20)], 128)[1].shape
+    wanted = fresh._shared([prefixes_of(*[2] * 20)], 128)[2].shape
     used.forget()
-    assert used._shared([prefixes_of(*[2] * 20)], 128)[1].shape == wanted
+    assert used._shared([prefixes_of(*[2] * 20)], 128)[2].shape == wanted
     kept = TableMaker(8)
     kept._shared([prefixes_of(*[4] * 30)], 128)
-    assert kept._shared([prefixes_of(*[2] * 20)], 128)[1].shape != wanted  # control: what was not, does
+    assert kept._shared([prefixes_of(*[2] * 20)], 128)[2].shape != wanted  # control: what was not, does

@@ -169,7 +169,7 @@ def unshared(table):
     zeros = functools.partial(np.zeros, dtype=np.int32)
     members, shared = zeros((replicas, 0, 1)), zeros((replicas, 0, 1))
     rows = np.tile(np.arange(slots, dtype=np.int32), (replicas, 1))
-    return Table(table, rows, rows, zeros((replicas, slots)), shared, members, zeros((replicas, slots)))
+    return Table(table, rows, rows, zeros((replicas, slots)), shared, zeros((replicas, 0)), members, zeros((replicas, slots)))
 
 
 def decode(x, lens, table=None, tokens=1):
@@ -219,7 +219,8 @@ def test_a_wrong_page_or_a_wrong_length_is_seen(interpreted):
 # The same pages as in TABLE, but with the first two slots' first page in common and the third slot busy without it.
 SHARED = Table(
     own=np.array([[[2, 9], [3, 1], [8, 0]]]), owner=np.array([[0, 1, 2]]), start=np.array([[0, 1, 2]]),
-    skip=np.array([[1, 1, 0]]), shared=np.array([[[5, 0]]]), members=np.array([[[1, 0]]]), place=np.array([[1, 0, 2]]),
+    skip=np.array([[1, 1, 0]]), shared=np.array([[[5, 0]]]), prefix=np.array([[0]]), members=np.array([[[1, 0]]]),
+    place=np.array([[1, 0, 2]]),
 )  # fmt: skip
 
 
@@ -239,7 +240,8 @@ def test_a_shared_prefix_is_read_by_its_members_and_by_nobody_else(interpreted):
 # The same pages again, each a row of its own.
 ROWS = Table(
     own=np.array([[[5], [2], [9], [7], [3], [1], [0]]]), owner=np.array([[0, 0, 0, 1, 1, 1, 2]]), start=np.array([[0, 3, 6]]),
-    skip=np.zeros((1, 3), int), shared=np.zeros((1, 0, 1), int), members=np.zeros((1, 0, 1), int), place=np.zeros((1, 3), int),
+    skip=np.zeros((1, 3), int), shared=np.zeros((1, 0, 1), int), prefix=np.zeros((1, 0), int),
+    members=np.zeros((1, 0, 1), int), place=np.zeros((1, 3), int),
 )  # fmt: skip
 
 
