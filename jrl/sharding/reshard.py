@@ -3,18 +3,22 @@
 Three cases, leaf by leaf:
 
 1. placement and dtype already as wanted: the result shares the leaf's memory (no bytes move);
-2. the same list of devices: one compiled program for all such leaves casts, then exchanges shards between devices;
+2. the same list of devices: a program casts and exchanges shards between devices; each receives what it needs and does not
+   hold, and nothing else (`jrl.sharding.exchange`);
 3. other devices: the source devices first regroup the leaf into parts that match the destination's shards (case 2),
    then each part goes to the devices that want it.
 
-What is left out: case 2 leaves the choice of collectives to XLA's partitioner, and case 3 wants all devices in one
-process.
+Leaves move one after another, so that beside the tree and its result there is only what one leaf's program needs, in case 3
+two leaves' regrouped parts.
+
+What is left out: case 3 wants all devices in one process; and placements that are no `NamedSharding`, or typed random keys,
+go as XLA's partitioner likes.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,16 +27,18 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jrl.errors import UserError
+from jrl.sharding.exchange import CHUNK_BYTES, exchange
 from jrl.sharding.layout import device_list, path_name
 
 
-def reshard(tree: Any, shardings: Any, dtype: Any = None) -> Any:
+def reshard(tree: Any, shardings: Any, dtype: Any = None, chunk_bytes: int = CHUNK_BYTES) -> Any:
     """The tree with every array in the placement asked for.
 
     Args:
       tree: arrays.
       shardings: one sharding for all, or a tree of them in the same structure.
       dtype: floating arrays are cast to it; None keeps every dtype.
+      chunk_bytes: about what a device may need beside the tree and its result.
 
     Returns:
       A tree of new arrays, except that leaves which need neither move nor cast share their memory with the input: to
@@ -55,31 +61,22 @@ def reshard(tree: Any, shardings: Any, dtype: Any = None) -> Any:
             )
     for (path, leaf), target in zip(paths_and_leaves, targets, strict=True):
         _check_divides(path_name(path), leaf.shape, target)
-    return jax.tree_util.tree_unflatten(structure, _move(leaves, targets, dtype))
+    return jax.tree_util.tree_unflatten(structure, _move(leaves, targets, dtype, chunk_bytes))
 
 
-def _move(leaves: Sequence[jax.Array], targets: Sequence[Sharding], dtype: Any) -> list[jax.Array]:
-    dtypes = [_target_dtype(leaf.dtype, dtype) for leaf in leaves]
-    moved: list[Any] = [None] * len(leaves)
-    send: list[int] = []
-    exchange: dict[tuple[jax.Device, ...], list[int]] = {}
-    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        devices = device_list(leaf.sharding)
-        if leaf.dtype == dtypes[i] and leaf.sharding.is_equivalent_to(target, leaf.ndim):
-            moved[i] = jax.device_put(leaf, target)
-        elif devices == device_list(target):
-            exchange.setdefault(devices, []).append(i)
-        else:
-            send.append(i)
-    for group in exchange.values():
-        sources = tuple(leaves[i].sharding for i in group)
-        program = _exchange_program(sources, tuple(targets[i] for i in group), tuple(dtypes[i] for i in group))
-        for i, leaf in zip(group, program([leaves[i] for i in group]), strict=True):
-            moved[i] = leaf
-    if send:
-        matching: list[Sharding] = [_matching(leaves[i].shape, leaves[i].sharding, targets[i]) for i in send]
-        for i, leaf in zip(send, _move([leaves[i] for i in send], matching, dtype), strict=True):
-            moved[i] = _send(leaf, targets[i])
+def _move(leaves: Sequence[jax.Array], targets: Sequence[Sharding], dtype: Any, chunk_bytes: int) -> list[jax.Array]:
+    moved: list[jax.Array] = []
+    on_their_way: list[jax.Array] = []
+    for leaf, target in zip(leaves, targets, strict=True):
+        want = _target_dtype(leaf.dtype, dtype)
+        if device_list(leaf.sharding) == device_list(target):
+            moved.append(_regroup(leaf, target, want, chunk_bytes))
+            continue
+        # The regrouped parts of the leaf before are given up before the next one's are made.
+        jax.block_until_ready(on_their_way)
+        matching = _matching(leaf.shape, leaf.sharding, target)
+        on_their_way = [_send(_regroup(leaf, matching, want, chunk_bytes), target)]
+        moved += on_their_way
     return moved
 
 
@@ -100,18 +97,21 @@ def _check_divides(name: str, shape: tuple[int, ...], target: Sharding) -> None:
 # One list of devices ------------------------------------------------------------------------------------------------
 
 
+def _regroup(x: jax.Array, target: Sharding, dtype: np.dtype, chunk_bytes: int) -> jax.Array:
+    source = x.sharding
+    if source.is_equivalent_to(target, x.ndim):
+        return jax.device_put(x if x.dtype == dtype else x.astype(dtype), target)
+    named = isinstance(source, NamedSharding) and isinstance(target, NamedSharding)
+    if not named or not x.size or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return _identity(target, dtype)(x)
+    source, result = source.with_memory_kind("device"), target.with_memory_kind("device")  # where devices can send from
+    moved = exchange(x.shape, source, result, x.dtype, dtype, chunk_bytes)(jax.device_put(x, source))
+    return jax.device_put(moved, target)
+
+
 @functools.lru_cache(maxsize=64)
-def _exchange_program(sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], dtypes: tuple[np.dtype, ...]):
-    """Jitted identity; jit itself keeps one compiled program per set of shapes."""
-
-    def identity(leaves: list[jax.Array]) -> list[jax.Array]:
-        # Pinning the cast to the source's placement makes it happen first, so fewer bytes move.
-        return [
-            x if x.dtype == dtype else jax.lax.with_sharding_constraint(x.astype(dtype), source)
-            for x, source, dtype in zip(leaves, sources, dtypes, strict=True)
-        ]
-
-    return jax.jit(identity, out_shardings=list(targets))
+def _identity(target: Sharding, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=target)
 
 
 # Other devices ------------------------------------------------------------------------------------------------------

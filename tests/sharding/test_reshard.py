@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jrl.errors import UserError
 from jrl.sharding import reshard as reshard_module
 from jrl.sharding.digest import digest
+from jrl.sharding.exchange import CHUNK_BYTES, exchange
 from jrl.sharding.layout import Layout
 from jrl.sharding.reshard import reshard
 
@@ -92,16 +93,14 @@ def test_a_second_call_compiles_nothing():
     source, target = Layout.train({"fsdp": 2, "tensor": 4}), Layout.rollout({"replica": 2, "tensor": 4})
     params = place(source)
     shardings = target.tree(AXES, params)
-    reshard_module._exchange_program.cache_clear()
+    exchange.cache_clear()
     reshard(params, shardings)
     reshard(place(source), shardings)
-    info = reshard_module._exchange_program.cache_info()
-    assert (info.misses, info.hits) == (1, 1)
-    moving = [params["embed"], params["o"], params["q"]["kernel"]]  # the other two share memory
-    targets = [shardings["embed"], shardings["o"], shardings["q"]["kernel"]]
-    dtypes = (np.dtype(np.float32),) * 3
-    program = reshard_module._exchange_program(tuple(x.sharding for x in moving), tuple(targets), dtypes)
-    assert reshard_module._exchange_program.cache_info().misses == 1  # it is that program
+    info = exchange.cache_info()
+    assert (info.misses, info.hits) == (3, 3)  # the other two share memory
+    args = params["o"].sharding, shardings["o"], np.dtype(np.float32), np.dtype(np.float32), CHUNK_BYTES
+    program = exchange(params["o"].shape, *args)
+    assert exchange.cache_info().misses == 3  # it is that program
     assert program._cache_size() == 1
 
 
