@@ -29,8 +29,8 @@ LANES, SUBLANES = 128, 16  # a TPU keeps matrices in tiles of so many columns an
 @functools.lru_cache(maxsize=256)
 def exchange(
     shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, have: np.dtype, want: np.dtype, chunk_bytes: int
-) -> Callable[[jax.Array], jax.Array]:
-    """A jitted function from an array of dtype `have` placed as `source` to one of dtype `want` placed as `target`.
+) -> jax.stages.Compiled:
+    """The compiled function from an array of dtype `have` placed as `source` to one of dtype `want` placed as `target`.
 
     The two meshes have the same devices in the same order, and both placements divide `shape`. Each device receives what it
     needs and does not hold, in the smaller of the two dtypes. Beside the array and its result it takes about `chunk_bytes`,
@@ -48,7 +48,8 @@ def exchange(
         x = _shard_map(lambda shard: local(shard[0])[None], flat, everyone, everyone)(x)
         return _shard_map(lambda shard: shard[0], target.mesh, PartitionSpec(target.mesh.axis_names), target.spec)(x)
 
-    return jax.jit(program, in_shardings=source, out_shardings=target)
+    given = jax.ShapeDtypeStruct(shape, have, sharding=source)
+    return jax.jit(program, out_shardings=target).lower(given).compile()
 
 
 def _shard_map(f: Callable, mesh: Any, given: PartitionSpec, returned: PartitionSpec) -> Callable:

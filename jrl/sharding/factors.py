@@ -5,12 +5,12 @@ both: a mesh of (2, 4) and one of (4, 2) over 8 devices have the digits 2, 2, 2.
 dimension: its digits are called levels here, the first the coarsest. A placement then says which digit of the device fixes
 which level of which dimension; a digit that fixes none is replicated over.
 
-    W[embed, mlp] from (fsdp 4, tensor 2) to (replica 2, tensor 4), digits a b c of the device, sizes 2, 2, 2
+    W[embed, mlp] from (fsdp 4, tensor 2) to (replica 2, tensor 4), digits a b c of the device, each of size 2
 
               embed      mlp
     levels    e0  e1     m0  m1
     source    a   b      c   -
-    target    -   -      b   c      b moves from e1 to m1's place above, c one level down, a leaves
+    target    -   -      b   c      c goes one level down, b takes its place and leaves e1, a leaves e0 and is free
 """
 
 import dataclasses

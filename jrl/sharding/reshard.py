@@ -47,11 +47,37 @@ def reshard(tree: Any, shardings: Any, dtype: Any = None, chunk_bytes: int = CHU
     Raises:
       UserError: other structures; a dimension that does not divide. Nothing has moved by then.
     """
-    paths_and_leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named, targets = _leaves(tree, shardings)
+    moved = _move([leaf for _, leaf in named], targets, dtype, chunk_bytes)
+    return jax.tree_util.tree_unflatten(jax.tree.structure(tree), moved)
+
+
+def exchanges(tree: Any, shardings: Any, dtype: Any = None, chunk_bytes: int = CHUNK_BYTES) -> dict[str, jax.stages.Compiled]:
+    """The programs that `reshard` runs for the leaves that stay on their devices.
+
+    Args:
+      tree: arrays, or `jax.ShapeDtypeStruct`s with a sharding, whose devices may be those of a topology; the rest as in
+        `reshard`.
+
+    Returns:
+      path ("layers/q/kernel") -> its program, without the leaves that share memory with the result. Leaves of equal shape,
+      dtype and placement have the same one.
+    """
+    programs = {}
+    for (name, leaf), target in zip(*_leaves(tree, shardings), strict=True):
+        want = _target_dtype(leaf.dtype, dtype)
+        same = leaf.dtype == want and leaf.sharding.is_equivalent_to(target, leaf.ndim)
+        if not same and device_list(leaf.sharding) == device_list(target):
+            programs[name] = exchange(leaf.shape, leaf.sharding, target, leaf.dtype, want, chunk_bytes)
+    return programs
+
+
+def _leaves(tree: Any, shardings: Any) -> tuple[list[tuple[str, Any]], list[Sharding]]:
+    """Every leaf with its name, and its target; errors as `reshard`."""
+    named = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     structure: Any = jax.tree.structure(tree)
-    leaves = [leaf for _, leaf in paths_and_leaves]
     if isinstance(shardings, Sharding):
-        targets = [shardings] * len(leaves)
+        targets = [shardings] * len(named)
     else:
         targets = jax.tree.leaves(shardings)
         if jax.tree.structure(shardings) != structure:
@@ -59,9 +85,9 @@ def reshard(tree: Any, shardings: Any, dtype: Any = None, chunk_bytes: int = CHU
                 f"reshard: the arrays are {structure} but the shardings {jax.tree.structure(shardings)};"
                 " pass trees of one structure"
             )
-    for (path, leaf), target in zip(paths_and_leaves, targets, strict=True):
-        _check_divides(path_name(path), leaf.shape, target)
-    return jax.tree_util.tree_unflatten(structure, _move(leaves, targets, dtype, chunk_bytes))
+    for (name, leaf), target in zip(named, targets, strict=True):
+        _check_divides(name, leaf.shape, target)
+    return named, targets
 
 
 def _move(leaves: Sequence[jax.Array], targets: Sequence[Sharding], dtype: Any, chunk_bytes: int) -> list[jax.Array]:

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jrl.errors import UserError
 from jrl.sharding import reshard as reshard_module
 from jrl.sharding.digest import digest
-from jrl.sharding.exchange import CHUNK_BYTES, exchange
+from jrl.sharding.exchange import exchange
 from jrl.sharding.layout import Layout
 from jrl.sharding.reshard import reshard
 
@@ -98,10 +98,6 @@ def test_a_second_call_compiles_nothing():
     reshard(place(source), shardings)
     info = exchange.cache_info()
     assert (info.misses, info.hits) == (3, 3)  # the other two share memory
-    args = params["o"].sharding, shardings["o"], np.dtype(np.float32), np.dtype(np.float32), CHUNK_BYTES
-    program = exchange(params["o"].shape, *args)
-    assert exchange.cache_info().misses == 3  # it is that program
-    assert program._cache_size() == 1
 
 
 @pytest.mark.parametrize(
