@@ -14,11 +14,11 @@ from jrl.serve.server import Server, listen
 # Large pages, so that few programs are compiled.
 WIDE = Settings(
     "random:tiny", name="tiny", api_key="secret", slots=4, max_tokens=96, max_new_tokens=80, page_size=32, decode_chunk=4,
-    replica=1, max_samples=6, allow_weight_updates=True,
+    replica=1, max_samples=6, allow_weight_updates=True, warm_up_s=0,
 )  # fmt: skip
 NARROW = Settings(
     "random:tiny", name="tiny", slots=1, max_tokens=2048, page_size=512, decode_chunk=2, replica=1, max_waiting=1,
-    max_body_bytes=2000,
+    max_body_bytes=2000, warm_up_s=0,
 )  # fmt: skip
 LONG = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}  # a thousand steps of the narrow server
 

@@ -18,13 +18,14 @@ from jrl.models.arch import Arch
 from jrl.models.unstack import unstack_layers
 from jrl.rollout.backends import PoolArray, choose_backend
 from jrl.rollout.paged_attention import Table
-from jrl.rollout.prefill import longest_chunk, next_call, padded_length
+from jrl.rollout.prefill import longest_chunk, next_call
 from jrl.rollout.programs import Decoded, EngineShape, Prompts, Slots, build
 from jrl.rollout.scheduler import Counts, Group, Prefix, Request, Sample, Scheduler
+from jrl.rollout.sizes import FewSizes, FineSizes, Sizes
 from jrl.rollout.slot_controls import SlotControls
 from jrl.rollout.speculate import Speculation, Tally
 from jrl.rollout.tables import TableMaker
-from jrl.shapes import ProgramLog, bucket, power_of_two
+from jrl.shapes import ProgramLog
 from jrl.types import Completion
 
 log = logging.getLogger("jrl")
@@ -78,6 +79,7 @@ class Engine:
       decode_text: token ids to text, for stop strings; without it requests with such are refused.
       speculate: tokens drafted per slot and forward pass (`jrl.rollout.speculate`), in calls where that has been faster; 0 for
         none ever. Tokens are the same with drafts as without, logprobs but for rounding.
+      few_programs: sizes as `jrl.rollout.sizes.FewSizes`, whose programs can be compiled in advance.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Engine:
         unroll_layers: bool = False,
         decode_text: Callable[[list[int]], str] | None = None,
         speculate: int = 0,
+        few_programs: bool = False,
     ):
         self.arch, self.layout = arch, layout
         width = -(-max_tokens // page_size)
@@ -109,12 +112,14 @@ class Engine:
         self.scheduler = Scheduler(self.replicas, slots, num_pages, page_size, max_tokens, decode_chunk, self.stats)
         backend, others = choose_backend(attention, layout.mesh.devices.flat[0].platform, arch, layout, dtype, kv)
         log.info("attention backend: %s; %s", backend.name, "; ".join(f"not {name}: {why}" for name, why in others))
+        kind: type[FewSizes | FineSizes] = FewSizes if few_programs else FineSizes
+        self.sizes: Sizes = kind(slots, width, page_size, backend.row_pages)
         self.programs, self.compiled = build(self.shape, backend, layout), ProgramLog("rollout")
         self.key = jax.random.key(seed)
         self.params, self.version, self.tickets = None, -1, 0
         self.unroll_layers = unroll_layers
-        self._decode_params: Any = None
-        self.controls = SlotControls(arch.vocab_size, (self.replicas, slots), layout, decode_text)
+        self.decode_params: Any = None
+        self.controls = SlotControls(arch.vocab_size, (self.replicas, slots), layout, decode_text, self.sizes.best)
         zeros = lambda dtype: np.zeros((self.replicas, slots), dtype)  # noqa: E731
         self.slots = Slots(
             token=zeros(np.int32), lens=zeros(np.int32), remaining=zeros(np.int32), made=zeros(np.int32),
@@ -123,7 +128,7 @@ class Engine:
         self.speculation = (
             Speculation(speculate, self.shape, backend, layout, (self.replicas, slots), max_tokens) if speculate else None
         )
-        self.tables = TableMaker(backend.row_pages)
+        self.tables = TableMaker(self.sizes, backend.row_pages)
         self.pool = self._make_pool(backend.pool_arrays(num_pages, page_size))
 
     def _make_pool(self, arrays: dict[str, PoolArray]):
@@ -145,7 +150,7 @@ class Engine:
         if not self.idle and not under_way:
             raise RuntimeError("weights can be loaded only between generations: sequences are still under way")
         self.params, self.version = params, version
-        self._decode_params = unstack_layers(params) if self.unroll_layers and params is not None else params
+        self.decode_params = unstack_layers(params) if self.unroll_layers and params is not None else params
         self.scheduler.new_weights(version)
 
     @property
@@ -229,7 +234,8 @@ class Engine:
 
     # Parts of a step ---------------------------------------------------------------------------------------------
 
-    def _rows(self, x: np.ndarray) -> jax.Array:
+    def rows(self, x: np.ndarray) -> jax.Array:
+        """An array [R, ..] on the devices of its replicas."""
         return jax.device_put(x, self.layout.sharding(("batch",)))
 
     def _prefill(self) -> None:
@@ -242,7 +248,7 @@ class Engine:
             chunks.sort(key=lambda chunk: (chunk[0].cached > 0, chunk[0].scored, chunk[1]))
         while any(work):
             kind = self._kind(next(chunks[0] for chunks in work if chunks))
-            batch = next_call([[c for c in chunks if self._kind(c) == kind] for chunks in work], self.shape.page_size)
+            batch = next_call([[c for c in chunks if self._kind(c) == kind] for chunks in work], self.sizes, scored=kind[1])
             work = [[c for c in chunks if c not in taken] for chunks, taken in zip(work, batch, strict=True)]
             self._prefill_call(batch)
 
@@ -254,12 +260,10 @@ class Engine:
     def _prefill_call(self, batch: list[list[tuple[Prefix, int]]]) -> None:
         page = self.shape.page_size
         chunks = [(r, p, *chunk) for r, of_replica in enumerate(batch) for p, chunk in enumerate(of_replica)]
-        length = padded_length(max(count for *_, count in chunks), page)
-        most = power_of_two(max(map(len, batch)))
-        before = max(prefix.cached for _, _, prefix, _ in chunks) // page
-        before = power_of_two(before) if before else 0
-        zeros = lambda *shape: np.zeros((self.replicas, most, *shape), np.int32)  # noqa: E731
-        prompts = Prompts(zeros(length), zeros(length), zeros(), zeros(), zeros(length // page), zeros(before))
+        length = self.sizes.length(max(count for *_, count in chunks))
+        most = self.sizes.prompts(max(map(len, batch)), length)
+        before = self.sizes.before(max(prefix.cached for _, _, prefix, _ in chunks) // page)
+        prompts = self.no_prompts(most, length, before)
         for r, p, prefix, count in chunks:
             begin, end, done = prefix.cached, prefix.cached + count, prefix.cached // page
             prompts.tokens[r, p, :count] = prefix.tokens[begin:end]
@@ -271,7 +275,7 @@ class Engine:
                 prompts.targets[r, p, :count] = prefix.group.request.tokens[begin + 1 : end + 1]
         score = chunks[0][2].scored
         self.compiled.note("prefill", score, most, length, before)
-        self.pool, logprobs = self.programs.prefill(score, self.params, self.pool, Prompts(*map(self._rows, prompts)))
+        self.pool, logprobs = self.programs.prefill(score, self.params, self.pool, Prompts(*map(self.rows, prompts)))
         logprobs = jax.device_get(logprobs) if score else None
         for r, p, prefix, count in chunks:
             if prefix.group.prompt_logprobs is not None and logprobs is not None:
@@ -279,17 +283,22 @@ class Engine:
             prefix.cached += count
             self.scheduler.computed(r, prefix)
 
+    def no_prompts(self, most: int, length: int, before: int) -> Prompts:
+        """In NumPy, of these sizes, to be filled."""
+        zeros = lambda *shape: np.zeros((self.replicas, most, *shape), np.int32)  # noqa: E731
+        return Prompts(zeros(length), zeros(length), zeros(), zeros(), zeros(length // self.shape.page_size), zeros(before))
+
     def _copy(self, copies: list[tuple[int, int, int]]) -> None:
         if not copies:
             return
         most = max(sum(c[0] == r for c in copies) for r in range(self.replicas))
-        pairs = np.zeros((2, self.replicas, bucket(most)), np.int32)
+        pairs = np.zeros((2, self.replicas, self.sizes.copies(most)), np.int32)
         filled = [0] * self.replicas
         for replica, source, target in copies:
             pairs[:, replica, filled[replica]] = source, target
             filled[replica] += 1
         self.compiled.note("copy", pairs.shape[-1])
-        self.pool = self.programs.copy(self.pool, self._rows(pairs[0]), self._rows(pairs[1]))
+        self.pool = self.programs.copy(self.pool, self.rows(pairs[0]), self.rows(pairs[1]))
 
     def _place(self, replica: int, slot: int, sample: Sample) -> None:
         request, s, at = sample.group.request, self.slots, (replica, slot)
@@ -330,9 +339,9 @@ class Engine:
         """Whether its time is that of plain decoding alone, without compiling and controls; and what there is after it."""
         best, controls = self.controls.current(self.slots.remaining > 0)
         new = self.compiled.note("decode", *(x.shape[1:] for x in table), best, controls is not None)
-        table, slots = Table(*map(self._rows, table)), Slots(*map(self._rows, self.slots))
+        table, slots = Table(*map(self.rows, table)), Slots(*map(self.rows, self.slots))
         self.pool, slots, controls, out = self.programs.decode(
-            best, self._decode_params, self.pool, table, slots, controls, self.key, leave_at
+            best, self.decode_params, self.pool, table, slots, controls, self.key, leave_at
         )
         self.controls.update(controls)
         return not new and (best, controls) == (0, None), *jax.device_get((slots, out)), None
@@ -340,9 +349,9 @@ class Engine:
     def _draft_call(self, table: Table, leave_at: np.int32) -> tuple[bool, Slots, Decoded, Tally]:
         """As `_plain_call`, with drafts; nobody asks for controls."""
         new = self.compiled.note("speculate", *(x.shape[1:] for x in table))
-        table, slots = Table(*map(self._rows, table)), Slots(*map(self._rows, self.slots))
+        table, slots = Table(*map(self.rows, table)), Slots(*map(self.rows, self.slots))
         self.pool, *rest = self.speculation.program(
-            self._decode_params, self.pool, table, slots, self._rows(self.speculation.history), self.key, leave_at
+            self.decode_params, self.pool, table, slots, self.rows(self.speculation.history), self.key, leave_at
         )
         return not new, *jax.device_get(rest)
 

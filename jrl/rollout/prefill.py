@@ -3,9 +3,12 @@
 A call computes the same number of prompts of the same length on every replica; what is missing of either is padding.
 """
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from jrl.shapes import bucket, power_of_two_within
+
+if TYPE_CHECKING:
+    from jrl.rollout.sizes import Sizes
 
 PREFILL_TOKENS = 4096  # of a replica: of prompts between two calls of the decode loop, and of one call with its padding
 
@@ -30,16 +33,17 @@ def most_prompts(length: int) -> int:
     return power_of_two_within(max(PREFILL_TOKENS // length, 1))
 
 
-def next_call(work: list[list[tuple[C, int]]], page_size: int) -> list[list[tuple[C, int]]]:
+def next_call(work: list[list[tuple[C, int]]], sizes: "Sizes", scored: bool) -> list[list[tuple[C, int]]]:
     """The chunks of the next call: of the padded lengths that it can have, the one with which most of them come in.
 
     Args:
       work: of each replica (chunk, tokens), shortest first, of which some replica has one at least.
+      scored: with logprobs.
     """
 
     def of_length(length: int) -> list[list[tuple[C, int]]]:
-        most = most_prompts(length)
-        return [[c for c in chunks if padded_length(c[1], page_size) <= length][:most] for chunks in work]
+        most = sizes.most_prompts(length, scored)
+        return [[c for c in chunks if sizes.length(c[1]) <= length][:most] for chunks in work]
 
-    lengths = sorted({padded_length(tokens, page_size) for chunks in work for _, tokens in chunks})
+    lengths = sorted({sizes.length(tokens) for chunks in work for _, tokens in chunks})
     return max(map(of_length, lengths), key=lambda batch: sum(map(len, batch)))

@@ -18,9 +18,12 @@ from typing import Any
 from jrl.errors import UserError
 from jrl.rollout.engine import Engine
 from jrl.rollout.scheduler import Request
+from jrl.rollout.warmup import warm_up
 from jrl.types import Completion
 
 log = logging.getLogger("jrl")
+
+TELL_S = 10  # between two lines of the log about a warm-up
 
 
 class Unavailable(Exception):
@@ -117,6 +120,8 @@ class Service:
       make_engine: called in that thread; the engine comes with its weights.
       on_first_token: called in that thread with the seconds from submission to the first token of a job.
       on_failure: called in that thread with the error that ended it.
+      warm_up_s: for so many seconds, in that thread too and before anything is accepted, programs are compiled; 0 for none,
+        and for an engine that is not made with `few_programs`.
     """
 
     def __init__(
@@ -124,7 +129,10 @@ class Service:
         make_engine: Callable[[], Engine],
         on_first_token: Callable[[float], None] = lambda seconds: None,
         on_failure: Callable[[BaseException], None] = lambda error: None,
+        warm_up_s: float = 0.0,
     ):
+        self._warm_up_s = warm_up_s
+        self.warmed_up = (0, 0)  # programs compiled, of how many, before the first request
         self._make_engine, self._on_first_token, self._on_failure = make_engine, on_first_token, on_failure
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # its put may be called in a signal handler
         self._jobs: dict[int, tuple[Job, int]] = {}  # ticket -> job, position of the request in it
@@ -199,7 +207,10 @@ class Service:
 
     def _run(self) -> None:
         try:
-            engine = self.engine = self._make_engine()
+            engine = self._make_engine()
+            if self._warm_up_s:
+                self._warm_up(engine)
+            self.engine = engine
             self._set_status("ok")
             self._look(engine)
             while not self._over(engine):
@@ -213,6 +224,20 @@ class Service:
             self._on_failure(error)
         finally:
             self._refuse_rest()
+
+    def _warm_up(self, engine: Engine) -> None:
+        """Until all is compiled, time is up, or the service is to end."""
+        began = told = time.monotonic()
+        for self.warmed_up in warm_up(engine):
+            now, (done, count) = time.monotonic(), self.warmed_up
+            last = done == count or now - began >= self._warm_up_s or not self._inbox.empty()
+            if last or now - told >= TELL_S:
+                log.info("warm-up: %d of %d programs compiled in %.0f s", done, count, now - began)
+                told = now
+            if last:
+                if done < count:
+                    log.info("warm-up: the other %d are compiled when a request needs them", count - done)
+                return
 
     def _set_status(self, status: str) -> None:
         with self._closing:

@@ -15,7 +15,6 @@ from jrl.rollout.sampler import Controls, control_rows
 from jrl.rollout.sampling import Sampling, StopStrings
 from jrl.rollout.scheduler import Request, Sample
 
-BEST = (0, 1, 5, 20)  # how many likeliest tokens a program reports: the least of these that is enough
 NEUTRAL = Sampling()
 
 
@@ -24,10 +23,18 @@ class SlotControls:
 
     Args:
       decode_text: token ids to text; None where stop strings are not to be had.
+      best: how many likeliest tokens a program may report.
     """
 
-    def __init__(self, vocab_size: int, slots: tuple[int, int], layout, decode_text: Callable[[list[int]], str] | None):
-        self.vocab_size, self.decode_text, self.shape, self._layout = vocab_size, decode_text, slots, layout
+    def __init__(
+        self,
+        vocab_size: int,
+        slots: tuple[int, int],
+        layout,
+        decode_text: Callable[[list[int]], str] | None,
+        best: tuple[int, ...],
+    ):
+        self.vocab_size, self.decode_text, self.shape, self._layout, self._best = vocab_size, decode_text, slots, layout, best
         self._sampling = np.full(slots, NEUTRAL, object)  # of the sample in each slot
         self._written = np.full(slots, NEUTRAL, object)  # what the device's row says
         self._stops: dict[tuple[int, int], StopStrings] = {}
@@ -52,11 +59,20 @@ class SlotControls:
             watch.feed(sample.tokens)
         if wanted.plain and self._written[at] is NEUTRAL:
             return
+        rows = control_rows(NEUTRAL if wanted.plain else wanted, request.tokens.tolist(), sample.tokens, self.vocab_size)
+        self._write(at, rows)
+        self._written[at] = NEUTRAL if wanted.plain else wanted
+
+    def _write(self, at: tuple[int, int], rows: Controls) -> None:
         if self._rows is None:
             self._rows = self._neutral()
-        rows = control_rows(NEUTRAL if wanted.plain else wanted, request.tokens.tolist(), sample.tokens, self.vocab_size)
         self._rows = _write(self._rows, np.int32(at[0]), np.int32(at[1]), rows)
-        self._written[at] = NEUTRAL if wanted.plain else wanted
+
+    def warm_up(self) -> Controls:
+        """Compiles what else is compiled here once somebody asks for something; the controls of slots that do not."""
+        self._write((0, 0), control_rows(NEUTRAL, [], [], self.vocab_size))
+        assert self._rows is not None
+        return self._rows
 
     def _neutral(self) -> Controls:
         """No slot asks for anything."""
@@ -72,7 +88,7 @@ class SlotControls:
         asked = list(self._sampling[busy])
         best = max((s.best for s in asked), default=0)
         plain = all(s.plain for s in asked)
-        return next(b for b in BEST if b >= best), None if plain else self._rows
+        return next(b for b in self._best if b >= best), None if plain else self._rows
 
     def update(self, rows: Controls | None) -> None:
         """Takes back what `current` gave away."""

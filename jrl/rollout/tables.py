@@ -6,7 +6,8 @@ import numpy as np
 
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.scheduler import Replica, Sample
-from jrl.shapes import bucket, power_of_two
+from jrl.rollout.sizes import Sizes
+from jrl.shapes import power_of_two
 
 Shared = tuple[list[int], list[int]]  # slots, and the pages that they begin with
 
@@ -18,8 +19,8 @@ class TableMaker:
       row_pages: the most pages of a row; None for one row a slot, however long.
     """
 
-    def __init__(self, row_pages: int | None):
-        self._row_pages = row_pages
+    def __init__(self, sizes: Sizes, row_pages: int | None):
+        self._sizes, self._row_pages = sizes, row_pages
         self._rooms: set[tuple[int, int]] = set()  # (prefixes, members) of the tables made so far
 
     def forget(self) -> None:
@@ -28,8 +29,8 @@ class TableMaker:
 
     def make(self, replicas: list[Replica]) -> Table:
         """Arrays of NumPy for the samples now in the slots, whose pages have room for the tokens to come."""
-        slots, full = len(replicas[0].slots), replicas[0].width
-        sets = [common_prefixes(replica) for replica in replicas]
+        slots = len(replicas[0].slots)
+        sets = [common_prefixes(replica) if self._sizes.shares else [] for replica in replicas]
         skip = np.zeros((len(replicas), slots), np.int32)
         for r, of_replica in enumerate(sets):
             for members, pages in of_replica:
@@ -38,15 +39,15 @@ class TableMaker:
         for r, replica in enumerate(replicas):
             for b, sample in replica.busy:
                 own[r][b] = sample.pages[skip[r, b] :]
-        return Table(*self._rows(own, full), skip, *self._shared(sets, slots))
+        return Table(*self._rows(own), skip, *self._shared(sets, slots))
 
-    def _rows(self, pages: list[list[list[int]]], full: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _rows(self, pages: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`own`, `owner` and `start` of the pages of each replica's slots."""
         replicas, slots = len(pages), len(pages[0])
         longest = max(max(map(len, of_slots)) for of_slots in pages)
-        width = min(bucket(max(longest, 1)), full, self._row_pages or full)
+        width = self._sizes.row(longest)
         needed = np.array([[max(-(-len(p) // width), 1) for p in of_slots] for of_slots in pages])
-        count = slots if longest <= width else max(bucket(int(needed.sum(axis=1).max())), slots + 1)
+        count = slots if longest <= width else self._sizes.rows(int(needed.sum(axis=1).max()))
         start = np.cumsum(needed, axis=1) - needed
         own = np.zeros((replicas, count * width), np.int32)
         owner = np.full((replicas, count), slots, np.int32)

@@ -148,8 +148,10 @@ class Api:
 
     async def health(self) -> Response:
         """GET /health"""
-        status = self.service.status
+        status, (done, count) = self.service.status, self.service.warmed_up
         body = {"status": status, "weights_version": self.service.snapshot.version}
+        if count:
+            body["warm_up"] = {"compiled": done, "programs": count}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def figures(self) -> Response:

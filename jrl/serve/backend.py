@@ -54,14 +54,14 @@ class Backend:
         engine = Engine(
             model.arch, self._layout, slots=s.slots, max_tokens=limits.sequence_tokens, eos_ids=model.eos_ids,
             page_size=s.page_size, num_pages=s.num_pages, decode_chunk=s.decode_chunk, dtype=self._dtype, seed=s.seed,
-            attention=s.attention, kv=s.kv,
+            attention=s.attention, kv=s.kv, few_programs=s.warm_up_s > 0,
             decode_text=make_decode(model.tokenizer),
         )  # fmt: skip
         self._as_served = weight_publisher(model.arch, self._layout, self._layout, self._dtype, s.weights)
         engine.load(self._as_served(model.params), 0)
         self.served = Served(model.tokenizer, model.arch.vocab_size, limits)
         slots = s.slots * self._layout.batch_shards
-        log.info("%s is ready: %d sequences at once, of at most %d tokens", s.model, slots, limits.sequence_tokens)
+        log.info("%s is loaded: %d sequences at once, of at most %d tokens", s.model, slots, limits.sequence_tokens)
         return engine
 
     def read_weights(self, directory: pathlib.Path) -> Any:

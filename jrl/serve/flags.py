@@ -32,6 +32,7 @@ class Settings:
     max_body_bytes: int = 1 << 20
     deadline_s: float = 600.0
     grace_s: float = 10.0
+    warm_up_s: float = 120.0
     page_size: int = 16
     num_pages: int = 0
     decode_chunk: int = 8
@@ -61,6 +62,8 @@ ABOUT = {
     "max_body_bytes": "of one request",
     "deadline_s": "seconds that a request may take",
     "grace_s": "seconds that requests under way get after SIGTERM",
+    "warm_up_s": "seconds at most in which programs are compiled before the first request, in sizes that are few and pad more;"
+    " what is compiled stays on disk for the next start; 0 for none, and sizes that fit closely, each compiled when it occurs",
     "page_size": "tokens in a page of the KV pool",
     "num_pages": "of each replica's pool; by default as many as all slots can need at once",
     "decode_chunk": "tokens sampled between two looks at what has come in; fewer stream more smoothly, more are faster",
@@ -75,8 +78,8 @@ ABOUT = {
 }
 LEAST = {
     "port": 0, "slots": 1, "max_tokens": 0, "max_prompt_tokens": 0, "max_new_tokens": 0, "max_samples": 1, "max_waiting": 1,
-    "max_body_bytes": 1, "deadline_s": 0, "grace_s": 0, "page_size": 1, "num_pages": 0, "decode_chunk": 1, "replica": -1,
-    "tensor": 1,
+    "max_body_bytes": 1, "deadline_s": 0, "grace_s": 0, "warm_up_s": 0, "page_size": 1, "num_pages": 0, "decode_chunk": 1,
+    "replica": -1, "tensor": 1,
 }  # fmt: skip
 
 CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "weights": ("same", "int8"), "kv": ("same", "int8")}

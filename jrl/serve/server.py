@@ -28,7 +28,9 @@ class Server(uvicorn.Server):
         self.settings = settings
         self.error: BaseException | None = None
         backend = Backend(settings)
-        self.service = Service(backend.make_engine, lambda seconds: metrics.first_token(seconds), self._failed)
+        self.service = Service(
+            backend.make_engine, lambda seconds: metrics.first_token(seconds), self._failed, settings.warm_up_s
+        )
         metrics = ServerMetrics(lambda: self.service.snapshot)
         read_weights = backend.read_weights if settings.allow_weight_updates else None
         api = Api(self.service, metrics, settings.name, lambda: backend.served, settings.max_body_bytes, read_weights)

@@ -83,9 +83,9 @@ def test_decoding_keeps_no_float_copy_of_the_weights(monkeypatch):
         """Of the matrices, those that the program makes floats of at its beginning."""
         engine = make_engine(unroll_layers=True)
         engine.load(quantize_params(engine.params, jnp.float32), 4)
-        arguments = (0, engine._decode_params, engine.pool, table, engine.slots, None, engine.key, np.int32(0))
+        arguments = (0, engine.decode_params, engine.pool, table, engine.slots, None, engine.key, np.int32(0))
         entry = engine.programs.decode.lower(*arguments).compile().as_text().split("\nENTRY ")[1]
-        sizes = {x.shape[-2:] for x in jax.tree.leaves(engine._decode_params) if x.dtype == jnp.int8}
+        sizes = {x.shape[-2:] for x in jax.tree.leaves(engine.decode_params) if x.dtype == jnp.int8}
         return {size for size in sizes if re.search(rf"= f32\[{size[0]},{size[1]}\]", entry)}
 
     assert not converted_before_the_loop()

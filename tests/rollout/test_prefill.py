@@ -9,6 +9,7 @@ from jrl.rollout import prefill
 from jrl.rollout.engine import Engine
 from jrl.rollout.prefill import longest_chunk, most_prompts, next_call, padded_length
 from jrl.rollout.scheduler import Request
+from jrl.rollout.sizes import FineSizes
 from jrl.shapes import power_of_two
 from jrl.sharding.layout import Layout
 from tests.test_invariants import ARCH
@@ -18,7 +19,7 @@ def calls_of(work, page_size):
     """The calls in which all chunks are computed."""
     work, calls = [sorted(chunks, key=lambda chunk: chunk[1]) for chunks in work], []
     while any(work):
-        calls.append(next_call(work, page_size))
+        calls.append(next_call(work, FineSizes(40, 16, page_size, None), scored=False))
         work = [[c for c in chunks if c not in taken] for chunks, taken in zip(work, calls[-1], strict=True)]
     return calls
 

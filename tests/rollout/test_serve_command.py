@@ -58,7 +58,8 @@ def test_the_key_comes_from_the_environment_unless_a_flag_gives_one(monkeypatch)
 
 @pytest.mark.parametrize("grace_s", [0, pytest.param(60, marks=pytest.mark.slow)])
 def test_sigterm_ends_the_server_in_order(grace_s):
-    flags = ["--model=random:tiny", "--port=0", "--decode_chunk=2", "--replica=1", "--page_size=512", f"--grace_s={grace_s}"]
+    flags = ["--model=random:tiny", "--port=0", "--decode_chunk=2", "--replica=1", "--page_size=512", "--warm_up_s=0"]
+    flags.append(f"--grace_s={grace_s}")
     command = [sys.executable, "-m", "jrl.rollout.serve", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
     try:

@@ -1,6 +1,10 @@
 """The engine's thread: news, deadlines, refusals, the end."""
 
 import asyncio
+import dataclasses
+import json
+import logging
+import threading
 
 import numpy as np
 import pytest
@@ -8,8 +12,11 @@ import pytest
 from jrl.errors import UserError
 from jrl.rollout.scheduler import Request
 from jrl.rollout.service import DeadlineExceeded, EngineFailed, Service, Unavailable
+from jrl.rollout.sizes import FewSizes, FineSizes
+from jrl.serve.app import Api
 from jrl.serve.backend import Backend
-from tests.serving import WIDE
+from jrl.serve.metrics import ServerMetrics
+from tests.serving import WIDE, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +107,64 @@ def test_a_service_without_an_engine_refuses():
             service.submit([request()], False)
 
     asyncio.run(act())
+
+
+class Warming:
+    """A warm-up of five programs, each compiled when it may be."""
+
+    def __init__(self, monkeypatch):
+        self.compiled, self.may = 0, threading.Semaphore(0)
+        monkeypatch.setattr("jrl.rollout.service.warm_up", self.run)
+
+    def run(self, engine):
+        assert isinstance(engine.sizes, FewSizes)
+        for self.compiled in range(1, 6):
+            self.may.acquire()
+            yield self.compiled, 5
+
+
+FEW = dataclasses.replace(WIDE, warm_up_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def few():
+    return Backend(FEW).make_engine()
+
+
+def test_nothing_is_accepted_before_the_warm_up_is_over(few, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "jrl")
+    warming = Warming(monkeypatch)
+    service = Service(lambda: few, warm_up_s=60)
+    api = Api(service, ServerMetrics(lambda: service.snapshot), "tiny", lambda: None, 1000)
+    service.start()
+    warming.may.release(2)
+    wait_for(lambda: service.warmed_up == (2, 5))
+    response = asyncio.run(api.health())
+    body = json.loads(response.body)
+    assert response.status_code == 503 and body["status"] == "loading" and body["warm_up"] == {"compiled": 2, "programs": 5}
+    with pytest.raises(Unavailable):
+        asyncio.run(all_news(service, request(8)))
+    warming.may.release(3)
+    wait_for(lambda: service.status == "ok")
+    assert asyncio.run(api.health()).status_code == 200 and "warm-up: 5 of 5 programs" in caplog.text
+    service.stop(0)
+    assert service.join(30)
+
+
+@pytest.mark.parametrize("why", ["time", "end"])
+def test_a_warm_up_ends_early_when_time_is_up_or_the_service_ends(why, few, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "jrl")
+    warming = Warming(monkeypatch)
+    service = Service(lambda: few, warm_up_s=1e-9 if why == "time" else 60)
+    service.start()
+    if why == "end":
+        service.stop(0)
+    warming.may.release(5)
+    wait_for(lambda: service.status == ("ok" if why == "time" else "stopping"))
+    assert warming.compiled == 1 and "the other 4 are compiled when a request needs them" in caplog.text
+    service.stop(0)
+    assert service.join(30)
+
+
+def test_an_engine_that_is_not_warmed_up_has_sizes_that_fit_closely(engine):
+    assert isinstance(engine.sizes, FineSizes)

@@ -30,6 +30,7 @@ from jrl.rollout.jetstream.tokenizer import JetStreamTokenizer
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.programs import EngineShape, Slots, build
 from jrl.rollout.scheduler import Group, Replica, Request, Sample
+from jrl.rollout.sizes import FineSizes
 from jrl.rollout.tables import TableMaker
 from jrl.sharding.layout import Layout
 
@@ -54,7 +55,7 @@ class DecodeState:
         self.cached = np.zeros(rows, np.int64)  # tokens in each row's cache, or more if it has met an EOS
         self.left = np.zeros(rows, np.int64)  # calls of `generate` that can give a token, or fewer
         self.inserted = 0  # prompts so far
-        self.tables = TableMaker(row_pages)
+        self.tables = TableMaker(FineSizes(rows, width, page_size, row_pages), row_pages)
         self.table: Table | None = None  # on the devices; None where rows have changed
         self.pool: Pool
         self.slots: Slots  # on the devices
