@@ -12,6 +12,7 @@ from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.arch import Arch
 from jrl.models.load import load_model, read_arch
+from jrl.models.unstack import worth_it
 from jrl.rollout.engine import Engine
 from jrl.rollout.weights import weight_publisher
 from jrl.serve.flags import DEFAULT_TOKENS, Settings
@@ -54,7 +55,7 @@ class Backend:
         engine = Engine(
             model.arch, self._layout, slots=s.slots, max_tokens=limits.sequence_tokens, eos_ids=model.eos_ids,
             page_size=s.page_size, num_pages=s.num_pages, decode_chunk=s.decode_chunk, dtype=self._dtype, seed=s.seed,
-            attention=s.attention, kv=s.kv, few_programs=s.warm_up_s > 0,
+            attention=s.attention, kv=s.kv, unroll_layers=unrolled(s, limits.new_tokens), few_programs=s.warm_up_s > 0,
             decode_text=make_decode(model.tokenizer),
         )  # fmt: skip
         self._as_served = weight_publisher(model.arch, self._layout, self._layout, self._dtype, s.weights)
@@ -96,6 +97,22 @@ def make_layout(settings: Settings) -> Layout:
         return Layout.rollout({"replica": s.replica, "tensor": s.tensor}, chosen)
     except UserError as error:
         raise UserError(f"--replica={s.replica} --tensor={s.tensor}: {error}") from None
+
+
+def unrolled(settings: Any, new_tokens: int) -> bool:
+    """Whether to decode without the scan over layers.
+
+    Args:
+      settings: of this server or of JetStream's.
+      new_tokens: the most of a response.
+
+    Raises:
+      UserError: it is not to be had here.
+    """
+    try:
+        return worth_it(settings.unroll_layers, jax.default_backend(), new_tokens)
+    except UserError as error:
+        raise UserError(f"--unroll_layers={settings.unroll_layers}: {error}") from None
 
 
 def make_limits(settings: Settings, arch: Arch) -> Limits:

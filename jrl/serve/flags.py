@@ -42,6 +42,7 @@ class Settings:
     weights: str = "same"
     kv: str = "same"
     attention: str = "auto"
+    unroll_layers: str = "off"
     seed: int = 0
     allow_weight_updates: bool = False
 
@@ -73,6 +74,7 @@ ABOUT = {
     "weights": "same: matrices in --dtype, or int8: as 8-bit integers with a scale for each output, a quarter of float32",
     "kv": "same: keys and values in --dtype, or int8: as 8-bit integers with a scale for each token and head",
     "attention": "attention backend: auto for the best that runs here, or its name",
+    "unroll_layers": "on: decode without a scan over layers, faster but slower to compile, on CPU only; auto: there; off",
     "seed": "of every sample's random numbers, together with a request's own seed",
     "allow_weight_updates": "offer POST /v1/load_weights",
 }
@@ -82,7 +84,10 @@ LEAST = {
     "replica": -1, "tensor": 1,
 }  # fmt: skip
 
-CHOICES = {"dtype": ("auto", "float32", "bfloat16"), "weights": ("same", "int8"), "kv": ("same", "int8")}
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16"), "weights": ("same", "int8"), "kv": ("same", "int8"),
+    "unroll_layers": ("auto", "on", "off"),
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -120,7 +125,7 @@ def check_values(settings: Any, least: Mapping[str, float]) -> None:
         if name.endswith("port") and value > 65535:
             raise UserError(f"--{name}={value}: ports end at 65535")
     for name, choices in CHOICES.items():
-        if (value := getattr(settings, name, choices[0])) not in choices:
+        if (value := getattr(settings, name)) not in choices:
             raise UserError(f"--{name}={value}: must be {', '.join(choices[:-1])} or {choices[-1]}")
 
 

@@ -170,6 +170,90 @@ def test_who_goes_away_harms_nobody(greedy, native):
         assert ask(it, PROMPTS[1:4]) == native(PROMPTS[1:4])
 
 
+def padded(tokens):
+    """As JetStream pads: to a power of two."""
+    return np.pad(tokens, (0, max(16, 1 << (len(tokens) - 1).bit_length()) - len(tokens)))
+
+
+def decoded(it, prefix):
+    """The greedy response of a prompt that is cached, without the EOS."""
+    state, out = it.insert(prefix, it.init_decode_state(), 0), []
+    for _ in range(NEW):
+        state, result = it.generate(it.weights, state)
+        data = result.convert_to_numpy().get_result_at_slot(0)
+        if not data.valid[0, 0]:
+            break
+        out.append(int(data.tokens[0, 0]))
+    return out[: -1 if out[-1] in EOS else None]
+
+
+def in_parts(it, prompt, *cuts):
+    """The prefix of a prompt that is cached part by part."""
+    prefix = None
+    for part in np.split(prompt, cuts):
+        prefix = it.prefill(params=it.weights, existing_prefix=prefix, padded_tokens=padded(part), true_length=len(part))
+    return prefix
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        (17, 20),  # within pages
+        pytest.param((1,), marks=pytest.mark.slow),  # of the first part nothing is cached
+        pytest.param((16, 38), marks=pytest.mark.slow),  # between pages; a last part of one token
+    ],
+)
+def test_a_prompt_cached_in_parts_is_the_same_prompt(cuts, native):
+    it = engine(page_size=8, slots=1, max_tokens=128)
+    prompt = np.random.default_rng(5).integers(3, 260, 39).astype(np.int32)
+    whole = in_parts(it, prompt)
+    (want,) = native([prompt])[0]
+    assert decoded(it, whole) == want
+    prefix = in_parts(it, prompt, *cuts)
+    assert prefix.tokens == whole.tokens and decoded(it, prefix) == want
+
+
+def test_a_prefix_goes_on_in_several_ways(native):
+    it = engine(page_size=8, slots=1, max_tokens=128)
+    prompt = np.random.default_rng(5).integers(3, 260, 39).astype(np.int32)
+    first, rest = in_parts(it, prompt[:17]), prompt[17:]
+    for end in (rest, rest[::-1]):
+        got = it.prefill(params=it.weights, existing_prefix=first, padded_tokens=padded(end), true_length=len(end))
+        (want,) = native([np.concatenate([prompt[:17], end])])[0]
+        assert decoded(it, got) == want
+
+
+def test_a_prompt_in_parts_that_is_too_long_or_began_badly_is_not_cached(greedy):
+    first = in_parts(greedy, PROMPTS[4])
+    with pytest.raises(ValueError, match="32 . 32 prompt tokens leave no room within 64"):
+        greedy.prefill(params=greedy.weights, existing_prefix=first, padded_tokens=PROMPTS[4], true_length=32)
+    refused = greedy.prefill(params=greedy.weights, padded_tokens=padded(PROMPTS[1]), true_length=0)
+    assert greedy.prefill(
+        params=greedy.weights, existing_prefix=refused, padded_tokens=padded(PROMPTS[1]), true_length=20
+    ).tokens == ()  # fmt: skip
+
+
+def test_flags_of_the_other_server_mean_the_same():
+    """Integers for weights and pages, and layers one by one."""
+    options = ["--model=random:tiny", "--replica=1", "--max_tokens=64", "--page_size=32", "--slots=1"]
+    (plain,) = server.make_engines(flags.parse(options))
+    (it,) = server.make_engines(flags.parse([*options, "--weights=int8", "--kv=int8", "--unroll_layers=on"]))
+    for engine, weights, pages, layers in ((plain, {"float32"}, {"float32"}, dict), (it, *[{"int8", "float32"}] * 2, tuple)):
+        assert {x.dtype.name for x in jax.tree.leaves(engine.weights.params)} == weights
+        assert {x.dtype.name for x in engine.init_decode_state().pool.values()} == pages
+        assert isinstance(engine._decode_params(engine.weights.params)["layers"], layers)
+
+
+@pytest.mark.slow
+def test_integer_pages_and_layers_one_by_one_give_the_native_engines_tokens():
+    native = make_engine(page_size=64, decode_chunk=NEW, slots=1, seed=SEED, kv="int8")
+    native.load(params(), 0)
+    (want,) = native.generate([Request(PROMPTS[1], 1, NEW, 0.0, 0)])
+    it = engine(kv="int8", unroll_layers=True, slots=1)
+    got = decoded(it, in_parts(it, PROMPTS[1]))
+    assert got == want.tokens[: -1 if want.stop_reason == "eos" else None].tolist() and got
+
+
 @pytest.fixture(scope="module")
 def stub(greedy):
     port = server.find_port("port", "127.0.0.1", 0)
@@ -268,6 +352,8 @@ def test_importing_jetstream_leaves_the_process_as_it_was():
         (["--model=random:tiny", "--prot=1"], "--prot=1"),
         (["--model=random:tiny", "--slots=0"], "--slots=0: must be at least 1"),
         (["--model=random:tiny", "--port=70000"], "--port=70000"),
+        (["--model=random:tiny", "--kv=int4"], "--kv=int4: must be same or int8"),
+        (["--model=random:tiny", "--unroll_layers=yes"], "--unroll_layers=yes: must be auto, on or off"),
         (["--model=random:tiny", "--port=0", "--max_prefill_length=48"], "power of two"),
         (["--model=random:tiny", "--port=0", "--max_tokens=4000"], "2048"),
         (["--model=random:tiny", "--port=0", "--replica=9"], "--replica=9"),

@@ -22,6 +22,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.models.arch import Arch
+from jrl.models.unstack import unstack_layers
 from jrl.rollout.backends import choose_backend
 from jrl.rollout.jetstream.compat import engine_api, tokenizer_pb2
 from jrl.rollout.jetstream.flags import PREFILL_LENGTHS
@@ -126,6 +127,8 @@ class JetStreamEngine(engine_api.Engine):
       seed: of every sample's random numbers, together with its number in the order of insertion; engines that serve together
         want different ones.
       attention: name of the attention backend, or "auto" for the best that runs here.
+      kv: what the pages hold, "same" for keys and values in `dtype` or "int8".
+      unroll_layers: decode without the scan over layers, as `jrl.rollout.engine.Engine`.
 
     Raises:
       UserError: lengths that contradict each other; more than one replica.
@@ -149,6 +152,8 @@ class JetStreamEngine(engine_api.Engine):
         temperature: float = 0.0,
         seed: int = 0,
         attention: str = "auto",
+        kv: str = "same",
+        unroll_layers: bool = False,
     ):
         if layout.batch_shards != 1:
             raise UserError(f"a JetStream engine has one replica, not {layout.batch_shards}; make an engine for each")
@@ -163,7 +168,9 @@ class JetStreamEngine(engine_api.Engine):
         self._slots, self._samples, self._longest = slots, samples_per_slot, max_prefill_length
         width = -(-max_tokens // page_size)
         self.shape = EngineShape(arch, slots * samples_per_slot * width + 1, page_size, 1, tuple(eos_ids), np.dtype(dtype))
-        self.backend, _ = choose_backend(attention, layout.mesh.devices.flat[0].platform, arch, layout, self.shape.dtype)
+        self.backend, _ = choose_backend(attention, layout.mesh.devices.flat[0].platform, arch, layout, self.shape.dtype, kv)
+        self._unroll = unroll_layers
+        self._unrolled: tuple[Any, Any] = (None, None)  # weights, and they layer by layer
         self._programs = build(self.shape, self.backend, layout)
         self._pages = PagePrograms(self.shape, self.backend, layout)
         self._key = jax.random.key(seed)
@@ -173,26 +180,43 @@ class JetStreamEngine(engine_api.Engine):
     # What JetStream's prefill thread calls ----------------------------------------------------------------------------
 
     def prefill(
-        self, *, params: Weights, existing_prefix: None = None, padded_tokens: jax.Array | np.ndarray, true_length: int
+        self,
+        *,
+        params: Weights,
+        existing_prefix: Prefix | None = None,
+        padded_tokens: jax.Array | np.ndarray,
+        true_length: int,
     ) -> Prefix:
         """Caches a prompt in a pool of its own.
 
         Args:
+          existing_prefix: an earlier result, which stays as it is: the prompt is its tokens and these. Its full pages are
+            copied, the rest of it is computed again. JetStream's own orchestrator gives none.
           padded_tokens: [n].
           true_length: how many of them are no padding; more than n where JetStream has cut the prompt.
+
+        Raises:
+          ValueError: with the existing prefix the prompt leaves no room for a response.
         """
-        if existing_prefix is not None:
-            raise NotImplementedError("a prompt is cached as a whole")
         padded = np.asarray(padded_tokens).astype(np.int32)
         tokens = padded[: min(true_length, len(padded))]
-        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self.arch.vocab_size:
+        refused = existing_prefix is not None and not existing_prefix.tokens
+        if refused or not len(tokens) or tokens.min() < 0 or tokens.max() >= self.arch.vocab_size:
             log.warning("a prompt of %d tokens gets no response: it is empty, or has ids outside the vocabulary", len(tokens))
             return Prefix({}, ())
+        size, earlier = self.shape.page_size, existing_prefix or Prefix({}, ())
+        whole = np.concatenate([np.array(earlier.tokens, np.int32), tokens])
+        if earlier.tokens and len(whole) >= self.max_tokens:
+            raise ValueError(f"{len(earlier.tokens)} + {len(tokens)} prompt tokens leave no room within {self.max_tokens}")
+        full = max(len(earlier.tokens) - 1, 0) // size
+        room = len(padded) if not earlier.tokens else next(n for n in PREFILL_LENGTHS if n >= len(whole))
+        pages = -(-room // size)
+        chunk = -(-len(padded) // size) + 1 if full else pages  # what the last page of the earlier ones lacks is one more
         pool: Pool = {}
-        if len(tokens) > 1:
+        if len(whole) > 1:
             with self._starting:
-                pool = self._pages.prefill(params.params, tokens[:-1], -(-len(padded) // self.shape.page_size))
-        return Prefix(pool, tuple(tokens.tolist()))
+                pool = self._pages.prefill(params.params, whole[:-1], pages, chunk, earlier.pool, full)
+        return Prefix(pool, tuple(whole.tolist()))
 
     # What its generate thread calls -----------------------------------------------------------------------------------
 
@@ -254,12 +278,20 @@ class JetStreamEngine(engine_api.Engine):
         before = state.slots
         with self._starting:
             state.pool, state.slots, _, out = self._programs.decode(
-                0, params.params, state.pool, state.table, before, None, self._key, np.int32(0)
+                0, self._decode_params(params.params), state.pool, state.table, before, None, self._key, np.int32(0)
             )
         data = self._pages.results(out.tokens, before, state.slots)
         return state, engine_api.ResultTokens(
             data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=self._samples
         )
+
+    def _decode_params(self, params: Any) -> Any:
+        """As the decode program reads them; views of the same arrays, made once for each weights that come."""
+        if not self._unroll:
+            return params
+        if self._unrolled[0] is not params:
+            self._unrolled = (params, unstack_layers(params))
+        return self._unrolled[1]
 
     # What it asks for -------------------------------------------------------------------------------------------------
 

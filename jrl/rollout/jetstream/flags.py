@@ -30,7 +30,10 @@ class Settings:
     prefill_replica: int = 0
     tensor: int = 1
     dtype: str = "auto"
+    weights: str = "same"
+    kv: str = "same"
     attention: str = "auto"
+    unroll_layers: str = "off"
     seed: int = 0
 
 

@@ -61,27 +61,45 @@ class PagePrograms:
         arrays = self._backend.pool_arrays(num_pages, self._shape.page_size)
         return jax.jit(lambda: {name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items()}, **options)
 
-    def _make_prefill(self, pages: int) -> Any:
-        """The program (params, prompts) -> pool, for prompts of so many pages with their padding."""
+    def _make_prefill(self, pages: int, chunk: int, before: int) -> Any:
+        """The program (params, earlier pool, prompts) -> pool.
+
+        Args:
+          pages: of the pool that is made.
+          chunk: pages of the tokens that are computed, with their padding.
+          before: pages of the earlier pool, which are copied to the same places first; 0 where there is none.
+        """
         shape, empty = self._shape._replace(num_pages=pages + 1), self._empty(pages + 1)
 
-        def run(params, prompts: Prompts):
-            return prefill(shape, self._backend, self._layout.constrain, False, params, empty(), prompts)[0]
+        def run(params, earlier: Pool, prompts: Prompts):
+            pool, places = empty(), jnp.arange(1, before + 1)
+            if before:
+                pool = adopt(shape.arch.num_layers, shape.num_pages, pool, earlier, places, places)
+            assert prompts.table.shape[-1] == chunk
+            return prefill(shape, self._backend, self._layout.constrain, False, params, pool, prompts)[0]
 
         return jax.jit(run, out_shardings=self.shardings)
 
-    def prefill(self, params: Any, tokens: np.ndarray, pages: int) -> Pool:
-        """Caches tokens i32[n], n > 0, in a new pool that has room for `pages` of them."""
+    def prefill(self, params: Any, tokens: np.ndarray, pages: int, chunk: int, earlier: Pool, full: int) -> Pool:
+        """Caches tokens i32[n], n > 0, in a new pool.
+
+        Args:
+          pages: that the pool has room for.
+          chunk: that the tokens after the first `full` pages have room in.
+          earlier: a pool whose first `full` pages hold the first tokens; empty for none.
+        """
         size = self._shape.page_size
-        padded = np.zeros((1, 1, pages * size), np.int32)
-        padded[0, 0, : len(tokens)] = tokens
-        used = -(-len(tokens) // size)
-        table = np.where(np.arange(pages) < used, np.arange(1, pages + 1), 0).astype(np.int32)[None, None]
-        prompts = Prompts(
-            tokens=padded, targets=np.zeros_like(padded), start=np.zeros((1, 1), np.int32),
-            lens=np.full((1, 1), len(tokens), np.int32), table=table, prior=np.zeros((1, 1, 0), np.int32),
-        )  # fmt: skip
-        return self._prefill(pages)(params, Prompts(*map(self.put, prompts)))
+        before = next(iter(earlier.values())).shape[1] // self._shape.arch.num_layers - 1 if full else 0
+        new = tokens[full * size :]
+        padded = np.zeros((1, 1, chunk * size), np.int32)
+        padded[0, 0, : len(new)] = new
+        places, used = np.arange(chunk), -(-len(new) // size)
+        table = np.where(places < used, full + 1 + places, 0).astype(np.int32)[None, None]
+        prior = np.where(np.arange(before) < full, np.arange(1, before + 1), 0).astype(np.int32)[None, None]
+        number = lambda x: np.full((1, 1), x, np.int32)  # noqa: E731
+        prompts = Prompts(padded, np.zeros_like(padded), number(full * size), number(len(new)), table, prior)
+        earlier = jax.device_put(earlier, self.shardings) if full else {}  # it may come from another engine's devices
+        return self._prefill(pages, chunk, before)(params, earlier, Prompts(*map(self.put, prompts)))
 
 
 def adopt(num_layers: int, num_pages: int, pool: Pool, prefix: Pool, source: jax.Array, target: jax.Array) -> Pool:

@@ -17,13 +17,13 @@ import jax
 
 from jrl import platform
 from jrl.errors import UserError
-from jrl.models import decoder
 from jrl.models.load import load_model, read_arch
 from jrl.rollout.jetstream.compat import config_lib, server_lib
 from jrl.rollout.jetstream.engine import JetStreamEngine, Weights
 from jrl.rollout.jetstream.flags import Settings, make_lengths
+from jrl.rollout.weights import weight_publisher
+from jrl.serve.backend import unrolled
 from jrl.sharding.layout import Layout
-from jrl.sharding.reshard import reshard
 
 log = logging.getLogger("jrl")
 
@@ -38,18 +38,19 @@ def make_engines(settings: Settings) -> list[JetStreamEngine]:
     """
     s = settings
     max_tokens, max_prefill = make_lengths(s, read_arch(s.model))  # before any weight is read
+    unroll = unrolled(s, s.max_new_tokens or max_tokens)
     layouts, dtype = _layouts(s), platform.compute_dtype(s.dtype)
     model = load_model(s.model, layouts[0], s.seed)
     platform.configure()  # only now: what loading leaves behind goes back to the system
     engines = []
     for index, layout in enumerate(layouts):
-        shardings = layout.tree(decoder.param_axes(model.arch), decoder.abstract_params(model.arch))
+        as_served = weight_publisher(model.arch, layouts[0], layout, dtype, s.weights)
         engines.append(
             JetStreamEngine(
-                model.arch, layout, model.tokenizer, model.eos_ids, Weights(reshard(model.params, shardings, dtype)),
+                model.arch, layout, model.tokenizer, model.eos_ids, Weights(as_served(model.params)),
                 slots=s.slots, max_tokens=max_tokens, max_prefill_length=max_prefill, samples_per_slot=s.samples_per_slot,
                 max_new_tokens=s.max_new_tokens, page_size=s.page_size, dtype=dtype, temperature=s.temperature,
-                seed=s.seed + index, attention=s.attention,
+                seed=s.seed + index, attention=s.attention, kv=s.kv, unroll_layers=unroll,
             )
         )  # fmt: skip
     return engines
