@@ -5,6 +5,7 @@ the TPU compiler says of the very programs. Needs no device and no weights, of t
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -145,12 +146,14 @@ def _apart_text(apart: Any) -> str:
 
 
 def _compile(topology: str, config: ConfigDict, arch: Any) -> list[Any]:
-    from jrl.plan.aot import compile_programs, topology_devices
-    from jrl.plan.programs import run_programs
+    from jrl.plan.aot import compile_programs, compile_publish, topology_devices
+    from jrl.plan.programs import abstract_publish, run_programs
 
-    plan, programs = run_programs(config, arch, topology_devices(topology))
+    devices = topology_devices(topology)
+    plan, programs = run_programs(config, arch, devices)
     compiled = []
-    for one in compile_programs(plan, programs):
+    publish = (compile_publish(plan, *abstract_publish(config, arch, devices)) for _ in range(1))  # when its turn has come
+    for one in itertools.chain(compile_programs(plan, programs), publish):
         compiled.append(one)
         print(f"compiled {one.name} in {one.compile_seconds:.0f} s", file=sys.stderr, flush=True)
     return compiled

@@ -4,8 +4,10 @@ The TPU compiler is in the package `libtpu`, which runs on any Linux machine; `t
 it answers is exact: these are the programs that a run would execute.
 """
 
+import collections
 import dataclasses
 import glob
+import math
 import os
 import tempfile
 import time
@@ -19,6 +21,7 @@ from jrl.plan.flops import matmul_flops
 from jrl.plan.plan import Plan, size_text
 from jrl.plan.programs import Program
 from jrl.sharding.hlo import Traffic, collective_bytes
+from jrl.sharding.reshard import exchanges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,36 @@ def compile_programs(plan: Plan, programs: Iterable[Program]) -> Iterator[Compil
             collectives=collective_bytes(text, unknown_trips=1),
             compile_seconds=time.perf_counter() - began,
         )
+
+
+def compile_publish(plan: Plan, tree: Any, shardings: Any, dtype: Any) -> Compiled:
+    """The programs that move weights from the learner to the rollout, as one: what they move together, one after another.
+
+    Args:
+      tree, shardings, dtype: from `jrl.plan.programs.abstract_publish`.
+    """
+    began = time.perf_counter()
+    programs = exchanges(tree, shardings, dtype)
+    distinct = collections.Counter(programs.values())  # leaves that are alike share a program
+    totals: dict[str, list[float]] = {}
+    for program, times in distinct.items():
+        for kind, traffic in collective_bytes(program.as_text() or "").items():
+            total = totals.setdefault(kind, [0, 0, 0])
+            for i, n in enumerate((traffic.count, traffic.mean_bytes, traffic.max_bytes)):
+                total[i] += times * n
+    memory = {program: program.memory_analysis() for program in distinct}
+    shard = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize  # noqa: E731
+    return Compiled(
+        name="publish",
+        argument_bytes=sum(map(shard, jax.tree.leaves(tree))),
+        output_bytes=sum(times * memory[program].output_size_in_bytes for program, times in distinct.items()),
+        temp_bytes=max((m.temp_size_in_bytes for m in memory.values()), default=0),
+        code_bytes=sum(m.generated_code_size_in_bytes for m in memory.values()),
+        beside_bytes=sum(n for name, n in plan.held_bytes.items() if not name.startswith("policy: parameters")),
+        flops=0.0,
+        collectives={kind: Traffic(int(count), mean, int(most)) for kind, (count, mean, most) in totals.items()},
+        compile_seconds=time.perf_counter() - began,
+    )
 
 
 def _main_text(folder: str) -> str:

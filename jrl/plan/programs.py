@@ -154,8 +154,20 @@ def _rollout_programs(config, arch: Arch, layout: Layout, dtype, plan: Plan) -> 
 def abstract_rollout_params(config, arch: Arch, layout: Layout, dtype) -> Any:
     """Shapes, dtypes and shardings of what the rollout reads."""
     if config.rollout.weights == "int8":
-        shapes, shardings = int8_arrays(arch, layout, dtype)
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+        return _with_shardings(*int8_arrays(arch, layout, dtype))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), decoder.abstract_params(arch))
+    return _with_shardings(shapes, layout.tree(decoder.param_axes(arch), shapes))
+
+
+def abstract_publish(config, arch: Arch, devices: Sequence[jax.Device]) -> tuple[Any, Any, Any]:
+    """What `jrl.sharding.reshard.reshard` is given to publish weights: a tree, shardings and a dtype."""
+    layouts, dtype = make_layouts(config, devices), platform.compute_dtype(config.model.compute_dtype, devices[0].platform)
+    target = jax.tree.map(lambda x: x.sharding, abstract_rollout_params(config, arch, layouts["rollout"], dtype))
+    if config.rollout.weights == "int8":
+        return _with_shardings(*int8_arrays(arch, layouts["learner"], dtype)), target, None
     shapes = decoder.abstract_params(arch)
-    shardings = layout.tree(decoder.param_axes(arch), shapes)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), shapes, shardings)
+    return _with_shardings(shapes, layouts["learner"].tree(decoder.param_axes(arch), shapes)), target, dtype
+
+
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
