@@ -115,7 +115,7 @@ def make_layout(config, section: str, devices: Sequence[jax.Device] | None) -> L
 
 def make_forward(config, arch: Arch, dtype, layout: Layout) -> Forward:
     c = config.learner
-    return Forward(arch, layout.constrain, dtype, c.remat, config.rollout.temperature, c.logit_chunk)
+    return Forward(arch, layout, dtype, c.remat, config.rollout.temperature, c.logit_chunk)
 
 
 def updates_per_step(config) -> int:

@@ -74,7 +74,7 @@ def _mesh_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     for section, product in products.items():
         first, expected = next(iter(products.items()))
         if product != expected:
-            axis = next(iter(c[section].mesh))
+            axis, _ = max(c[section].mesh.to_dict().items(), key=lambda item: item[1])
             yield (
                 f"{section}.mesh.{axis}",
                 f"{section}.mesh has {product} devices, {first}.mesh {expected}; both use all devices, make them equal",

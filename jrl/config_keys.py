@@ -76,11 +76,12 @@ def _optimizer(section: str, learning_rate: float) -> tuple[Key, ...]:
     )
 
 
-def _train_mesh(section: str, fsdp: int, data: int, tensor: int, rule: Rule, note: str) -> tuple[Key, ...]:
+def _train_mesh(section: str, fsdp: int, rest: int, rule: Rule, note: str) -> tuple[Key, ...]:
     return (
-        Key(f"{section}.mesh.data", data, f"devices along the batch, weights copied{note}", rule),
+        Key(f"{section}.mesh.data", rest, f"devices along the batch, weights copied{note}", rule),
         Key(f"{section}.mesh.fsdp", fsdp, f"devices along the batch, weights split{note}", rule),
-        Key(f"{section}.mesh.tensor", tensor, f"devices along heads, MLP and vocabulary{note}", rule),
+        Key(f"{section}.mesh.context", rest, f"devices along each sequence, weights split{note}", rule),
+        Key(f"{section}.mesh.tensor", rest, f"devices along heads, MLP and vocabulary{note}", rule),
     )
 
 
@@ -156,15 +157,20 @@ _TABLE: tuple[Key, ...] = (
     Key("algorithm.max_refills", 3, "draws beyond the first, with dynamic sampling", POSITIVE),
     # Learner, critic, reference
     *_optimizer("learner", 1e-6),
-    Key("learner.microbatch_tokens", 8192, "padded tokens per device shard and forward pass", POSITIVE),
+    Key(
+        "learner.microbatch_tokens",
+        8192,
+        "padded tokens per data shard and pass; devices along context share them",
+        POSITIVE,
+    ),
     Key("learner.remat", "full", "what the backward pass computes again", one_of("none", "full", "dots")),
-    Key("learner.logit_chunk", 1024, "tokens per device shard whose logits exist at once", POSITIVE),
-    *_train_mesh("learner", fsdp=-1, data=1, tensor=1, rule=MESH_SIZE, note=""),
+    Key("learner.logit_chunk", 1024, "tokens per device whose logits exist at once", POSITIVE),
+    *_train_mesh("learner", fsdp=-1, rest=1, rule=MESH_SIZE, note=""),
     *_optimizer("critic", 1e-5),
     Key("critic.value_clip", 0.5, "values move at most this far from the old ones, in rewards", POSITIVE),
     Key("critic.policy_delay_steps", 0, "steps in which only the critic learns", NOT_NEGATIVE),
-    *_train_mesh("critic", fsdp=0, data=0, tensor=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
-    *_train_mesh("reference", fsdp=0, data=0, tensor=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
+    *_train_mesh("critic", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
+    *_train_mesh("reference", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
     # Rewards, evaluation, output
     Key("reward.functions", "exact_match", "comma separated NAME, MODULE:FUNCTION or FILE.py:FUNCTION", FUNCTIONS),
     Key("reward.timeout_s", 10.0, "seconds for the rewards of one step", POSITIVE),

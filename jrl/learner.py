@@ -20,6 +20,8 @@ from jrl.models.arch import Arch
 from jrl.models.responses import response_hidden, token_logprobs
 from jrl.packing import Packed, pack, unpack
 from jrl.shapes import ProgramLog
+from jrl.sharding.fsdp import FullySharded
+from jrl.sharding.layout import Layout
 from jrl.types import Rollout
 
 
@@ -39,7 +41,7 @@ class Forward:
     """How a model is run: everything static about a forward pass but the weights."""
 
     arch: Arch
-    constrain: Callable
+    layout: Layout
     dtype: Any
     remat: str
     temperature: float
@@ -48,14 +50,23 @@ class Forward:
     def logprobs(self, params, packed: Packed) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities of the response tokens and entropies, float32[d, N, t] each."""
         hidden = self._hidden(params, packed)
-        return token_logprobs(self.arch, params, hidden, packed.tokens, self.temperature, self.logit_chunk, self.constrain)
+        layout = self.layout
+        return token_logprobs(
+            self.arch, params, hidden, packed.tokens, self.temperature, self.logit_chunk, layout.constrain,
+            split=self._split(), parts=layout.shards("length"),
+        )  # fmt: skip
 
     def values(self, params, packed: Packed) -> jax.Array:
         """The critic's values float32[d, N, t]: what is expected before each response token is chosen."""
         return decoder.value_head(params, self._hidden(params["backbone"], packed))
 
     def _hidden(self, params, packed):
-        return response_hidden(self.arch, params, packed, dtype=self.dtype, constrain=self.constrain, remat=self.remat)
+        return response_hidden(
+            self.arch, params, packed, dtype=self.dtype, layout=self.layout, split=self._split(), remat=self.remat
+        )  # fmt: skip
+
+    def _split(self) -> FullySharded | None:
+        return FullySharded(self.layout, self.dtype) if self.layout.mesh.size > 1 else None
 
 
 # (forward, params, packed) -> (loss, metrics): both sums over the microbatch with the minibatch's denominators
@@ -157,10 +168,10 @@ class Learner:
     # Running -------------------------------------------------------------------------------------------------------
 
     def _microbatches(self, rollout: Rollout, columns: dict, rows: np.ndarray, kind: str) -> Iterator[tuple[Packed, Packed]]:
-        sharding = self.layout.sharding(("batch",))
-        for packed in pack(rollout, columns, rows, self.layout.batch_shards, self.microbatch_tokens):
+        parts = self.layout.shards("length")
+        for packed in pack(rollout, columns, rows, self.layout.batch_shards, self.microbatch_tokens, parts):
             self.compiled.note(kind, *packed.shape)
-            yield packed, jax.device_put(packed, sharding)
+            yield packed, jax.device_put(packed, self.layout.tree(packed.axes, packed))
 
     def run(self, method: str, params, rollout: Rollout) -> list[np.ndarray]:
         """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each."""

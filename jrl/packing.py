@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrl.shapes import LENGTH_STEP, bucket
+from jrl.shapes import bucket, length_step
 from jrl.types import Rollout
 
 
@@ -34,37 +34,47 @@ class Packed:
         """(P, u, N, t)"""
         return (*self.prompt_tokens.shape[1:], *self.tokens.shape[1:])
 
+    @property
+    def axes(self) -> "Packed":
+        """The logical axes of each array."""
+        row, tokens = ("batch", None), ("batch", None, "length")
+        return Packed(tokens, row, tokens, row, row, dict.fromkeys(self.columns, tokens), row)
 
-def groups_by_prompt(rollout: Rollout, rows: np.ndarray) -> list[list[int]]:
-    """Rows of one group that share a prompt, longest responses first, so that a microbatch holds similar lengths."""
+
+def groups_by_prompt(rollout: Rollout, rows: np.ndarray, step: int) -> list[list[int]]:
+    """Rows of one group that share a prompt, longest responses first (in buckets from `step` on), so that a microbatch
+    holds similar lengths.
+    """
     groups: dict[tuple[int, bytes], list[int]] = {}
     for row in rows:
         prompt = rollout.tokens[row, : rollout.prompt_lens[row]].tobytes()
         groups.setdefault((int(rollout.group_ids[row]), prompt), []).append(int(row))
     lens = rollout.response_lens
-    return sorted(groups.values(), key=lambda g: -bucket(int(lens[g].max()), LENGTH_STEP))
+    return sorted(groups.values(), key=lambda g: -bucket(int(lens[g].max()), step))
 
 
 def pack(
-    rollout: Rollout, columns: dict[str, np.ndarray], rows: np.ndarray, shards: int, microbatch_tokens: int
+    rollout: Rollout, columns: dict[str, np.ndarray], rows: np.ndarray, shards: int, microbatch_tokens: int, parts: int = 1
 ) -> Iterator[Packed]:
     """Splits `rows` of a rollout into microbatches of at most `microbatch_tokens` padded tokens a shard.
 
     Args:
       columns: f32[N, T] arrays, indexed like the rollout's tokens.
       rows: which sequences, in any order; a sequence longer than the budget gets a microbatch of its own.
+      parts: divides the padded lengths.
     """
-    groups = groups_by_prompt(rollout, rows)
+    step = length_step(parts)
+    groups = groups_by_prompt(rollout, rows, step)
     if not groups:
         return
     group_size = max(map(len, groups))
     # The whole rollout's longest prompt, so that the choice of rows makes no new program.
-    prompt_length = bucket(int(rollout.prompt_lens.max()), LENGTH_STEP)
+    prompt_length = bucket(int(rollout.prompt_lens.max()), step)
     queue = [group for group in reversed(groups)]  # popped from the end
     left = len(rows)
     while queue:
         # Of the next two groups: what is left of a group that was split may be shorter than the group after it.
-        length = bucket(max(int(rollout.response_lens[group].max()) for group in queue[-2:]), LENGTH_STEP)
+        length = bucket(max(int(rollout.response_lens[group].max()) for group in queue[-2:]), step)
         whole_groups = microbatch_tokens // (prompt_length + group_size * length)
         most = max(whole_groups * group_size or (microbatch_tokens - prompt_length) // length, 1)
         # Groups by powers of two: a program compiled for each count would cost more than the padding.

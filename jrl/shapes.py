@@ -7,6 +7,11 @@ log = logging.getLogger("jrl")
 LENGTH_STEP = 16  # the least padded length, tokens
 
 
+def length_step(parts: int = 1) -> int:
+    """The least padded length of sequences that are cut into equal `parts`: what `bucket` makes of it divides by them."""
+    return -(-LENGTH_STEP // (2 * parts)) * 2 * parts
+
+
 def bucket(n: int, least: int = 1) -> int:
     """The smallest of least, 1.5 least, 2 least, 3 least, 4 least, ... that is >= n; `least` even unless it is 1."""
     size = max(least, 1)

@@ -173,8 +173,8 @@ BAD = [
     ("learner.mesh.fsdp", -2, {}),
     ("learner.mesh.fsdp", -1, {"learner__mesh__data": -1}),
     ("rollout.mesh.replica", 4, {"learner__mesh__fsdp": 8}),
-    ("critic.mesh.data", 0, {"critic__mesh__fsdp": 2}),
-    ("reference.mesh.data", 2, {"reference__mesh__fsdp": 1, "reference__mesh__tensor": 1, "learner__mesh__fsdp": 4}),
+    ("critic.mesh.context", 0, {"critic__mesh__fsdp": 2}),
+    ("reference.mesh.data", 2, {f"reference__mesh__{a}": 1 for a in ("fsdp", "context", "tensor")} | {"learner__mesh__fsdp": 4}),
     ("algorithm.name", "reinforce", {}),
     ("algorithm.minibatches", 3, {}),
     ("algorithm.minibatches", 64, {}),  # divides the sequences, but not into whole groups
@@ -224,7 +224,13 @@ def test_values_that_cannot_run_name_the_key(name, value, others):
     [
         {"algorithm__name": "ppo", "rollout__group_size": 1, "algorithm__minibatches": 32},
         {"algorithm__kl_in": "loss", "algorithm__kl_coef": 0.1},
-        {"critic__mesh__fsdp": 2, "critic__mesh__data": 2, "critic__mesh__tensor": 1, "learner__mesh__fsdp": 4},
+        {
+            "critic__mesh__fsdp": 2,
+            "critic__mesh__data": 2,
+            "critic__mesh__context": 1,
+            "critic__mesh__tensor": 1,
+            "learner__mesh__fsdp": 4,
+        },
         {"learner__mesh__fsdp": 8, "rollout__mesh__replica": 4, "rollout__mesh__tensor": 2},
         {"rollout__num_pages": 50},
         {"algorithm__dual_clip": 3.0},

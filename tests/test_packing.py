@@ -71,7 +71,7 @@ def test_rows_of_one_group_with_other_prompts_are_kept_apart():
     """As with dynamic sampling, where group ids are given by the caller: what is shared is decided by the tokens."""
     a = random_rollout(counts=(2, 2))
     ids = np.zeros(4, np.int32)
-    groups = groups_by_prompt(type(a)(**{**vars(a), "group_ids": ids}), np.arange(4))
+    groups = groups_by_prompt(type(a)(**{**vars(a), "group_ids": ids}), np.arange(4), 16)
     assert sorted(sorted(g) for g in groups) == [[0, 1], [2, 3]]
 
 

@@ -62,7 +62,10 @@ def attention(q: jax.Array, blocks: list[tuple[jax.Array, jax.Array, jax.Array]]
     return jnp.moveaxis(out, 0, 2).reshape(d, n, chunks * length, heads, size)[:, :, :t]
 
 
-def causal_mask(lens: jax.Array, t: int) -> jax.Array:
-    """bool[..., t, t]: query i sees key j when j <= i and j < lens; `lens` is i32[...]."""
-    steps = jnp.arange(t)
-    return (steps[None, :] <= steps[:, None]) & (steps < lens[..., None, None])
+def causal_mask(lens: jax.Array, t: int, part: int | jax.Array = 0, parts: int = 1) -> jax.Array:
+    """bool[..., t / parts, t]: query i sees key j when j <= i and j < lens; `lens` is i32[...].
+
+    Queries are those of one of equal `parts` of the sequence, the `part`-th.
+    """
+    steps, queries = jnp.arange(t), part * (t // parts) + jnp.arange(t // parts)
+    return (steps[None, :] <= queries[:, None]) & (steps < lens[..., None, None])

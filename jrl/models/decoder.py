@@ -23,6 +23,7 @@ Params = dict[str, Any]
 # (layer i32[], q [d, t, H, K], k [d, t, J, K], v [d, t, J, K], cache) -> (out [d, t, H, K], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+Split = Any  # `jrl.sharding.fsdp.FullySharded`, or None: every weight lies as it is worked with
 
 MASTER_DTYPE = jnp.float32
 QUANTIZED_DTYPE = jnp.int8
@@ -143,7 +144,9 @@ class Embedding(nnx.Module):
         self.embedding = weight(sizes, ("vocab", "embed"), nnx.initializers.normal(0.02), rngs, dtype)
         self.scale = weight(sizes[:1], ("vocab",), nnx.initializers.ones, rngs) if int8 else None
 
-    def __call__(self, tokens: jax.Array, dtype) -> jax.Array:
+    def __call__(self, tokens: jax.Array, dtype, split: Split = None) -> jax.Array:
+        if split is not None:
+            return split.rows(self.embedding[...], ("vocab", "embed"), tokens)
         rows = jnp.take(self.embedding[...], tokens, axis=0)  # [d, t, D]
         if self.scale is not None:
             rows = rows * jnp.take(self.scale[...], tokens, axis=0)[..., None]
@@ -159,16 +162,18 @@ class Decoder(nnx.Module):
         self.layers = Block(arch, (arch.num_layers,), rngs, int8)
         self.final_norm = RMSNorm((), arch.hidden_size, "norm", arch.rms_norm_eps, rngs)
         untied = with_head and not arch.tie_embeddings
-        head = (arch.hidden_size, arch.vocab_size), ("embed", "vocab")
-        self.lm_head = Linear((), *head, False, rngs, int8) if untied else None
+        sizes = (arch.hidden_size, arch.vocab_size), ("embed", "vocab")
+        self.lm_head = Linear((), *sizes, False, rngs, int8) if untied else None
 
-    def __call__(self, tokens, positions, attend, cache, *, dtype, constrain, remat, one_by_one=()):
-        x = constrain(self.embed(tokens, dtype), ("batch", "length", "act_embed"))
+    def __call__(self, tokens, positions, attend, cache, *, dtype, constrain, remat, split, one_by_one=()):
+        x = constrain(self.embed(tokens, dtype, split), ("batch", "length", "act_embed"))
         rotation = rotation_tables(self.arch, positions, dtype)
         block_def, stacked = nnx.split(self.layers)
 
         def one_layer(carry, layer_and_weights):
             layer, weights = layer_and_weights
+            if split is not None:  # here, inside of the scan and of what is computed again: one layer is whole at a time
+                weights = jax.tree.map(functools.partial(_whole, split), weights, is_leaf=lambda p: isinstance(p, nnx.Variable))
             return nnx.merge(block_def, weights)(layer, *carry[:1], rotation, attend, carry[1], constrain), None
 
         if one_by_one:
@@ -276,8 +281,11 @@ def forward(
     dtype=MASTER_DTYPE,
     constrain: Constrain = unconstrained,
     remat: str = "none",
+    split: Split = None,
 ) -> tuple[jax.Array, Any]:
     """The final hidden states [d, t, D] in `dtype`, and the cache as the attention calls left it.
+
+    Weights are read as they lie; those that lie in a train layout of several devices through `split`.
 
     `params` may be those of `Decoder` or of `Int8Decoder`; so in `logits`. With `params["layers"]` a tuple
     (`jrl.models.unstack`) the layers are written out instead of scanned, and `remat` is of no effect.
@@ -285,7 +293,22 @@ def forward(
     one_by_one = params["layers"] if isinstance(params["layers"], tuple) else ()
     kind = Int8Decoder if "scale" in params["embed"] else Decoder
     model = _module(kind, arch, {k: v for k, v in params.items() if k != "layers"} if one_by_one else params)
-    return model(tokens, positions, attend, cache, dtype=dtype, constrain=constrain, remat=remat, one_by_one=one_by_one)
+    return model(
+        tokens, positions, attend, cache, dtype=dtype, constrain=constrain, remat=remat, split=split, one_by_one=one_by_one
+    )
+
+
+def _whole(split, param: nnx.Variable) -> nnx.Variable:
+    return param.replace(split.whole(param[...], param.get_metadata("axes")[1:]))
+
+
+def head(arch: Arch, params: Params, split: Split) -> Callable[[jax.Array], jax.Array]:
+    """float32 logits [d, t, V] of hidden states [d, t, D], as a function that may be called many times for one gradient."""
+    if split is None:
+        return functools.partial(logits, arch, params)
+    if arch.tie_embeddings:
+        return split.product(params["embed"]["embedding"], ("vocab", "embed"), contract=1)
+    return split.product(params["lm_head"]["kernel"], ("embed", "vocab"), contract=0)
 
 
 def logits(arch: Arch, params: Params, hidden: jax.Array) -> jax.Array:

@@ -11,71 +11,141 @@ from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.attention import attention, causal_mask
 from jrl.models.decoder import flat_matmul
+from jrl.sharding.context import over_context
 
 
-def response_hidden(arch: Arch, params, packed, *, dtype, constrain, remat) -> jax.Array:
+def response_hidden(arch: Arch, params, packed, *, dtype, layout, split, remat) -> jax.Array:
     """[d, N, t, D]: the hidden state from which each response token is predicted, that of the token before it.
 
     Args:
       packed: `jrl.packing.Packed`.
+      layout: `jrl.sharding.layout.Layout` of the train mesh. It may split every sequence in equal parts (devices along
+        context). Each part goes through the model on its own device, and meets the others in attention alone: there its
+        queries take the keys and values of them all, which are small where several query heads share a KV head.
+      split: see `decoder.forward`.
     """
+    parts = layout.shards("length")
     d, prompts, u = packed.prompt_tokens.shape
     _, rows, t = packed.tokens.shape
-    flat = lambda x: x.reshape(d, -1, *x.shape[3:])  # noqa: E731
     mine = jax.vmap(lambda values, index: values[index])  # [d, P, ...] -> [d, N, ...], within the shard
     prompt_lens = mine(packed.prompt_lens, packed.prompt_of)  # [d, N]
-    positions = jnp.broadcast_to(jnp.arange(u), (d, prompts, u))
-    positions = jnp.concatenate([flat(positions), flat(prompt_lens[..., None] + jnp.arange(t))], axis=1)
-    tokens = jnp.concatenate([flat(packed.prompt_tokens), flat(packed.tokens)], axis=1)  # [d, P u + N t]
-    prompt_mask = causal_mask(packed.prompt_lens, u)
-    response_masks = (
-        (jnp.arange(u) < prompt_lens[..., None])[:, :, None, :],  # [d, N, 1, u]
-        causal_mask(packed.lens, t),  # [d, N, t, t]
-    )
+    positions = join(jnp.broadcast_to(jnp.arange(u), (d, prompts, u)), prompt_lens[..., None] + jnp.arange(t), parts)
+    tokens = join(packed.prompt_tokens, packed.tokens, parts)  # [d, P u + N t]
 
     def attend(layer, q, k, v, cache):
         del layer
-        head = lambda x: x[:, : prompts * u].reshape(d, prompts, u, *x.shape[2:])  # noqa: E731
-        tail = lambda x: x[:, prompts * u :].reshape(d, rows, t, *x.shape[2:])  # noqa: E731
-        prompt_out = attention(head(q), [(head(k), head(v), prompt_mask)])
-        shared = (mine(head(k), packed.prompt_of), mine(head(v), packed.prompt_of), response_masks[0])
-        response_out = attention(tail(q), [shared, (tail(k), tail(v), response_masks[1])])
-        return jnp.concatenate([flat(prompt_out), flat(response_out)], axis=1), cache
+        return over_context(layout, attend_to_all, (q, k, v), (packed.prompt_lens, packed.lens, packed.prompt_of)), cache
 
-    hidden, _ = decoder.forward(arch, params, tokens, positions, attend, dtype=dtype, constrain=constrain, remat=remat)
-    ends = hidden[:, : prompts * u].reshape(d, prompts, u, -1)
-    last = jnp.maximum(packed.prompt_lens - 1, 0)
-    ends = jnp.take_along_axis(ends, last[..., None, None], axis=2)  # [d, P, 1, D]
-    body = hidden[:, prompts * u :].reshape(d, rows, t, -1)[:, :, :-1]
-    return jnp.concatenate([mine(ends, packed.prompt_of), body], axis=2)
+    def attend_to_all(part, qkv, others):
+        """Queries of one part of every sequence, [d, (P u + N t) / parts, H, K], and keys of all of it."""
+        (q, k, v), (prompt_lens, lens, prompt_of) = qkv, others
+        prompt_q, response_q = unjoin(q, (prompts, u // parts, rows, t // parts), 1)
+        prompt_k, response_k = unjoin(k, (prompts, u, rows, t), parts)
+        prompt_v, response_v = unjoin(v, (prompts, u, rows, t), parts)
+        masks = (
+            causal_mask(prompt_lens, u, part, parts),
+            (jnp.arange(u) < mine(prompt_lens, prompt_of)[..., None])[:, :, None, :],  # [d, N, 1, u]
+            causal_mask(lens, t, part, parts),
+        )
+        prompt_out = attention(prompt_q, [(prompt_k, prompt_v, masks[0])])
+        shared = (mine(prompt_k, prompt_of), mine(prompt_v, prompt_of), masks[1])
+        response_out = attention(response_q, [shared, (response_k, response_v, masks[2])])
+        return join(prompt_out, response_out, 1)
+
+    hidden, _ = decoder.forward(
+        arch, params, tokens, positions, attend, dtype=dtype, constrain=layout.constrain, remat=remat, split=split
+    )  # fmt: skip
+    of_prompts, of_responses = unjoin(hidden, (prompts, u, rows, t), parts)
+    ends = mine(_at(of_prompts, jnp.maximum(packed.prompt_lens - 1, 0), parts), packed.prompt_of)  # [d, N, D]
+    return _shifted(ends, of_responses, parts)
+
+
+def join(prompts: jax.Array, responses: jax.Array, parts: int) -> jax.Array:
+    """[d, P, u, ...] and [d, N, t, ...] to [d, P u + N t, ...]: first what all sequences have in the first of `parts`, and so on.
+
+    So each of as many equal pieces of the result holds the same part of every sequence.
+    """
+
+    def by_part(x):
+        x = x.reshape(*x.shape[:2], parts, -1, *x.shape[3:])  # [d, n, parts, t / parts, ...]
+        x = jnp.moveaxis(x, 2, 1)
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+    x = jnp.concatenate([by_part(prompts), by_part(responses)], axis=2)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def unjoin(x: jax.Array, sizes: tuple[int, int, int, int], parts: int) -> tuple[jax.Array, jax.Array]:
+    """`join` undone; sizes are (P, u, N, t)."""
+    prompts, u, rows, t = sizes
+    x = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
+
+    def whole(x, n, length):
+        x = x.reshape(*x.shape[:2], n, length // parts, *x.shape[3:])
+        return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], n, length, *x.shape[4:])
+
+    cut = prompts * u // parts
+    return whole(x[:, :, :cut], prompts, u), whole(x[:, :, cut:], rows, t)
+
+
+def _at(x: jax.Array, index: jax.Array, parts: int) -> jax.Array:
+    """[d, n, D]: of x [d, n, t, D] what stands at index i32[d, n] of each sequence, looked up in each part by itself."""
+    d, n, t, width = x.shape
+    each = t // parts
+    local = index[..., None] - each * jnp.arange(parts)  # [d, n, parts]
+    found = jnp.take_along_axis(
+        x.reshape(d, n, parts, each, width), jnp.clip(local, 0, each - 1)[..., None, None], axis=3
+    )[..., 0, :]  # fmt: skip
+    return jnp.sum(jnp.where(((local >= 0) & (local < each))[..., None], found, 0), axis=2)
+
+
+def _shifted(first: jax.Array, x: jax.Array, parts: int) -> jax.Array:
+    """x [d, n, t, D] one place later along t, with `first` [d, n, D] before it; a part gets one row from the part before it."""
+    d, n, t, width = x.shape
+    x = x.reshape(d, n, parts, t // parts, width)
+    before = jnp.where(jnp.arange(parts)[:, None] == 0, first[:, :, None], jnp.roll(x[:, :, :, -1], 1, axis=2))
+    return jnp.concatenate([before[:, :, :, None], x[:, :, :, :-1]], axis=3).reshape(d, n, t, width)
 
 
 def token_logprobs(
-    arch: Arch, params, hidden: jax.Array, tokens: jax.Array, temperature: float, chunk: int, constrain
+    arch: Arch,
+    params,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    temperature: float,
+    chunk: int,
+    constrain,
+    split=None,
+    parts: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """log_softmax(logits / temperature) of the given tokens, and the entropy of that distribution.
 
-    The logits exist for `chunk` tokens a shard at a time and are computed again in the backward pass, so that no [.., V]
+    The logits exist for `chunk` tokens a device at a time and are computed again in the backward pass, so that no [.., V]
     array of the whole batch is ever made.
 
     Args:
       hidden: [d, N, t, D]; tokens: i32[d, N, t].
+      parts: into how many equal parts the mesh splits the sequences.
 
     Returns:
       two float32[d, N, t]
     """
     d, rows, t, width = hidden.shape
-    count = rows * t
+    count = rows * t // parts  # tokens of a part
     chunk = min(chunk, count)
     pad = -count % chunk
-    split = lambda x: jnp.moveaxis(  # noqa: E731
-        jnp.pad(x.reshape(d, count, -1), ((0, 0), (0, pad), (0, 0))).reshape(d, -1, chunk, x.shape[-1]), 1, 0
-    )
+
+    def chunks(x):  # [d, N, t, ...] -> [chunks, d, parts chunk, ...]
+        x = jnp.moveaxis(x.reshape(d, rows, parts, t // parts, -1), 2, 1).reshape(d, parts, count, -1)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(d, parts, -1, chunk, x.shape[-1])
+        return jnp.moveaxis(x, 2, 0).reshape(-1, d, parts * chunk, x.shape[-1])
+
+    logits_of = decoder.head(arch, params, split)
 
     @jax.checkpoint
     def one_chunk(part):
         states, targets = part
-        logits = decoder.logits(arch, params, states) / temperature
+        logits = logits_of(states) / temperature
         logits = constrain(logits, ("batch", "length", "act_vocab"))
         top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         shifted = logits - top  # what follows is small where probable, so rounded products lose little
@@ -88,6 +158,10 @@ def token_logprobs(
         expected = flat_matmul(exps * shifted, jnp.ones((logits.shape[-1], 1), logits.dtype))[..., 0] / total
         return picked - normalizer, normalizer - expected
 
-    out = jax.lax.map(one_chunk, (split(hidden), split(tokens[..., None])))
-    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(d, -1)[:, :count].reshape(d, rows, t)  # noqa: E731
-    return join(out[0]), join(out[1])
+    out = jax.lax.map(one_chunk, (chunks(hidden), chunks(tokens)))
+
+    def rejoin(x):  # [chunks, d, parts chunk] -> [d, N, t]
+        x = jnp.moveaxis(x.reshape(-1, d, parts, chunk), 0, 2).reshape(d, parts, -1)[:, :, :count]
+        return jnp.moveaxis(x.reshape(d, parts, rows, t // parts), 1, 2).reshape(d, rows, t)
+
+    return rejoin(out[0]), rejoin(out[1])

@@ -117,14 +117,16 @@ def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
 
 def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: bool) -> int:
     """Of one microbatch, forward and backward; scores and logits are computed again, so they exist in part only."""
-    tensor, c = layout.mesh.shape["tensor"], config.learner
-    shapes = learner_shapes(batch, batch["minibatch_sequences"], layout.batch_shards)
+    tensor, context, c = layout.mesh.shape["tensor"], layout.shards("length"), config.learner
+    # On one device: of each sequence it has the queries of a part, and gathers the keys of the whole.
+    shapes = [(prompts, u // context, responses, t // context) for prompts, u, responses, t in
+              learner_shapes(batch, batch["minibatch_sequences"], layout)]  # fmt: skip
     tokens = max(prompts * u + responses * t for prompts, u, responses, t in shapes)
     # Prompts attend first, then responses, and of either one chunk of queries at a time.
     layer = max(
         _layer_work(
             arch, prompts * u + responses * t,
-            max(prompts * min(u, QUERY_CHUNK) * u, responses * min(t, QUERY_CHUNK) * (u + t)), tensor, dtype,
+            max(prompts * min(u, QUERY_CHUNK) * u, responses * min(t, QUERY_CHUNK) * (u + t)) * context, tensor, dtype,
         )
         for prompts, u, responses, t in shapes
     )  # fmt: skip
@@ -135,6 +137,7 @@ def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: boo
     }[c.remat]
     head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * 4 * 3 if has_head else 0
     layers = arch.num_layers * tokens * kept * dtype.itemsize
-    split = layout.mesh.shape["fsdp"] > 1  # then the weights at work are gathered, a layer at a time
+    split = layout.shards("embed") > 1  # then the weights at work are gathered, a layer at a time
     gathered = arch.num_params() // arch.num_layers // tensor * dtype.itemsize * split
-    return layers + max(2 * layer, head) + gathered
+    keys = (context - 1) * tokens * _kv_size(arch, tensor) * dtype.itemsize
+    return layers + max(2 * (layer + keys), head) + gathered

@@ -22,7 +22,7 @@ from jrl.models.unstack import worth_it
 from jrl.plan.memory import held_bytes, phase_bytes, weight_shards
 from jrl.plan.sizes import microbatch_sequences, program_sizes, volume
 from jrl.rollout.backends import choose_backend
-from jrl.shapes import default_slots
+from jrl.shapes import default_slots, length_step
 from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
 from jrl.sharding.mesh import describe, resolve_sizes
 
@@ -174,11 +174,11 @@ def _batch(config, layouts: dict[str, Layout]) -> dict[str, int]:
     r, a, c = config.rollout, config.algorithm, config.learner
     prompt, response = config.data.max_prompt_tokens, r.max_new_tokens
     sequences, replicas = r.prompts_per_step * r.group_size, layouts["rollout"].batch_shards
-    shards = layouts["learner"].batch_shards
+    shards, step = layouts["learner"].batch_shards, length_step(layouts["learner"].shards("length"))
     slots = r.slots or default_slots(sequences, replicas)
     width = -(-(prompt + response) // r.page_size)
     minibatch = sequences // a.minibatches
-    per_microbatch = microbatch_sequences(c.microbatch_tokens, r.group_size, prompt, response)
+    per_microbatch = microbatch_sequences(c.microbatch_tokens, r.group_size, prompt, response, step)
     return {
         "steps": config.steps, "prompts": r.prompts_per_step, "group_size": r.group_size, "sequences": sequences,
         "prompt_tokens": prompt, "response_tokens": response,

@@ -80,16 +80,19 @@ def largest(plan: Plan, name: str) -> tuple[int, ...]:
 def abstract_packed(layout: Layout, sizes: tuple[int, ...], columns: Sequence[str]) -> Packed:
     """A microbatch of (prompts, prompt tokens, responses, response tokens) a shard."""
     prompts, u, responses, t = sizes
-    d, sharding = layout.batch_shards, layout.sharding(("batch",))
+    d = layout.batch_shards
 
     def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((d, *shape), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((d, *shape), dtype)
 
-    return Packed(
+    packed = Packed(
         prompt_tokens=array(prompts, u), prompt_lens=array(prompts), tokens=array(responses, t), lens=array(responses),
         prompt_of=array(responses), columns={name: array(responses, t, dtype=jnp.float32) for name in columns},
         row=array(responses),
     )  # fmt: skip
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), packed, layout.tree(packed.axes, packed)
+    )
 
 
 def _policy_programs(config, arch: Arch, layouts: dict[str, Layout], dtype, plan: Plan) -> Iterator[Program]:

@@ -2,11 +2,10 @@
 
 import math
 
-from jrl.packing import LENGTH_STEP
 from jrl.rollout.backends import Backend
 from jrl.rollout.prefill import longest_chunk, most_prompts, padded_length
 from jrl.rollout.scheduler import OPEN_PREFIXES
-from jrl.shapes import bucket
+from jrl.shapes import bucket, length_step
 from jrl.sharding.layout import Layout
 
 
@@ -38,7 +37,7 @@ def program_sizes(
     samples = max(batch["group_size"], config.eval.samples)
 
     def passes(name: str, rows: int) -> list[tuple[int, ...]]:
-        return learner_shapes(batch, rows, layouts[name].batch_shards)
+        return learner_shapes(batch, rows, layouts[name])
 
     programs: dict[str, list[tuple[int, ...]]] = {
         "rollout.prefill (prompts, tokens, pages cached before)": prefill_sizes(batch),
@@ -104,22 +103,23 @@ def decode_sizes(batch: dict[str, int], samples: int, row_pages: int | None) -> 
     return [(*one, *other) for one in rows for other in shared]
 
 
-def microbatch_sequences(budget: int, group_size: int, prompt: int, response: int) -> int:
+def microbatch_sequences(budget: int, group_size: int, prompt: int, response: int, step: int) -> int:
     """Responses of a full microbatch: whole groups where they fit, since a group's prompt is computed once."""
-    prompt, response = bucket(prompt, LENGTH_STEP), bucket(response, LENGTH_STEP)
+    prompt, response = bucket(prompt, step), bucket(response, step)
     whole_groups = budget // (prompt + group_size * response)
     return max(whole_groups * group_size or (budget - prompt) // response, 1)
 
 
-def learner_shapes(batch: dict[str, int], rows: int, shards: int) -> list[tuple[int, ...]]:
-    """Sizes of the microbatches, on one shard, into which `jrl.packing.pack` splits `rows` sequences."""
+def learner_shapes(batch: dict[str, int], rows: int, layout: Layout) -> list[tuple[int, ...]]:
+    """Sizes of the microbatches, on one data shard, into which `jrl.packing.pack` splits `rows` sequences."""
     group, budget = batch["group_size"], batch["microbatch_tokens"]
-    rows_per_shard = -(-rows // shards)
+    step = length_step(layout.shards("length"))
+    rows_per_shard = -(-rows // layout.batch_shards)
     groups = -(-rows_per_shard // group)
     remainders = _powers(groups)  # groups that are left for each shard
     shapes = set()
-    for u in _buckets(batch["prompt_tokens"], LENGTH_STEP):
-        for t in _buckets(batch["response_tokens"], LENGTH_STEP):
-            most = microbatch_sequences(budget, group, u, t)
+    for u in _buckets(batch["prompt_tokens"], step):
+        for t in _buckets(batch["response_tokens"], step):
+            most = microbatch_sequences(budget, group, u, t, step)
             shapes |= {(-(-size // group), u, size, t) for size in (min(most, n * group) for n in remainders)}
     return sorted(shapes)

@@ -28,7 +28,6 @@ _WEIGHTS = {
     "head_dim": None,
 }
 _ACTIVATIONS = {
-    "length": None,
     "act_embed": None,
     "act_heads": "tensor",
     "act_kv_heads": "tensor",
@@ -40,10 +39,23 @@ _ACTIVATIONS = {
 # head still finds its own.
 _WHOLE_IF_UNEVEN = {"act_kv_heads"}
 
-# Training: fsdp splits each weight along its hidden size, and the batch together with data.
-TRAIN_TABLE: Table = {**_WEIGHTS, **_ACTIVATIONS, "embed": "fsdp", "batch": ("data", "fsdp")}
+# Training: sequences over data and fsdp, each sequence's tokens over context. Weights, with their gradients and moments, are
+# split over fsdp and context along their hidden size: devices along context work on other tokens of the same sequences, so to
+# the weights they are more of fsdp (they use all of a weight, and each has a part of the gradient's sum). Splitting over both
+# costs a gather over more devices, of as many bytes, and divides what is held by the devices along context.
+TRAIN_TABLE: Table = {
+    **_WEIGHTS, **_ACTIVATIONS, "embed": ("fsdp", "context"), "batch": ("data", "fsdp"), "length": "context",
+}  # fmt: skip
 # Rollout: every replica holds whole weights, split over tensor alone; slots and pages belong to one replica.
-ROLLOUT_TABLE: Table = {**_WEIGHTS, **_ACTIVATIONS, "embed": None, "batch": "replica", "slots": None, "pages": None}
+ROLLOUT_TABLE: Table = {
+    **_WEIGHTS,
+    **_ACTIVATIONS,
+    "embed": None,
+    "batch": "replica",
+    "length": None,
+    "slots": None,
+    "pages": None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Layout:
 
     @classmethod
     def train(cls, sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> "Layout":
-        """The training layout over {data, fsdp, tensor} sizes; errors: `make_mesh`'s."""
+        """The training layout over {data, fsdp, context, tensor} sizes; errors: `make_mesh`'s."""
         return cls(make_mesh("train", sizes, devices), TRAIN_TABLE, "train")
 
     @classmethod
@@ -71,7 +83,7 @@ class Layout:
 
     def shards(self, axis: str) -> int:
         """Into how many parts the mesh splits a logical axis."""
-        return math.prod(self.mesh.shape[name] for name in self._mesh_axes(axis))
+        return math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The partition of an array whose dimensions are called `axes` (None: not split).
@@ -85,7 +97,7 @@ class Layout:
         entries: list[str | tuple[str, ...] | None] = []
         owner: dict[str, str | None] = {}  # mesh axis -> the logical axis that uses it
         for axis in axes:
-            names = self._mesh_axes(axis)
+            names = self.mesh_axes(axis)
             for name in names:
                 if name in owner:
                     raise UserError(
@@ -135,7 +147,8 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-    def _mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes that split a logical one, those of one device included."""
         if axis is None:
             return ()
         if axis not in self.table:
@@ -150,7 +163,7 @@ class Layout:
 
     def _check_divides(self, axes: Axes, shape: tuple[int, ...]) -> None:
         for axis, size in zip(axes, shape, strict=True):
-            names = self._mesh_axes(axis)
+            names = self.mesh_axes(axis)
             parts = math.prod(self.mesh.shape[name] for name in names)
             if size % parts:
                 split = describe({name: self.mesh.shape[name] for name in names})

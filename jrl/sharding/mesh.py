@@ -16,7 +16,8 @@ from jrl.errors import UserError
 
 Kind = Literal["train", "rollout"]
 
-TRAIN_AXES = ("data", "fsdp", "tensor")  # innermost last: tensor groups are the closest devices
+# Innermost last: tensor groups are the closest devices. Experts belong before tensor, pipeline stages first of all.
+TRAIN_AXES = ("data", "fsdp", "context", "tensor")
 ROLLOUT_AXES = ("replica", "tensor")
 AXES: dict[str, tuple[str, ...]] = {"train": TRAIN_AXES, "rollout": ROLLOUT_AXES}
 

@@ -20,10 +20,11 @@ from jrl.rollout.engine import Engine
 from jrl.rollout.scheduler import Request
 from jrl.rollout.weights import weight_publisher
 from jrl.sharding.layout import Layout
+from jrl.sharding.mesh import TRAIN_AXES
 from jrl.types import Completion, make_rollout
 
 GIB = 2**30
-CRITIC = {"algorithm__name": "ppo", "critic__mesh__data": 1, "critic__mesh__fsdp": 1, "critic__mesh__tensor": 1}
+CRITIC = {"algorithm__name": "ppo", **{f"critic__mesh__{axis}": 1 for axis in TRAIN_AXES}}
 
 
 def small_arch(**changes) -> Arch:
@@ -278,7 +279,7 @@ def test_text_and_dict_say_the_same():
     most = max(sum(parts.values()) for parts in plan.phase_bytes.values())
     assert d["peak_bytes"] == plan.peak_bytes == sum(plan.held_bytes.values()) + most
     text = plan.text()
-    assert "32 prompts x 8 samples = 256 sequences" in text and "data=1 fsdp=8 tensor=1" in text
+    assert "32 prompts x 8 samples = 256 sequences" in text and "data=1 fsdp=8 context=1 tensor=1" in text
     for name in [*plan.held_bytes, *plan.meshes]:
         assert name in text
     assert all(min(size) >= 0 and size[0] > 0 for sizes in plan.programs.values() for size in sizes)

@@ -89,7 +89,7 @@ def test_the_command_prints_what_it_found(capsys):
     for name, value in best.settings.items():
         assert f"--config.{name}={value}" in text
     status, text, _ = run(capsys, f"--model={NAME}", "--topology=v5e:2x2", "--as_configured", "--config.learner.mesh.tensor=2")
-    assert status == 0 and "fsdp=2 tensor=2" in text and "fastest first" not in text
+    assert status == 0 and "fsdp=2 context=1 tensor=2" in text and "fastest first" not in text
 
 
 @pytest.mark.parametrize(

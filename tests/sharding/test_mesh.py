@@ -11,8 +11,8 @@ from jrl.sharding.mesh import ROLLOUT_AXES, TRAIN_AXES, device_order, make_mesh,
 
 def test_axes_are_named_and_auto():
     train = make_mesh("train", {"fsdp": 4, "tensor": 2})
-    assert train.axis_names == TRAIN_AXES == ("data", "fsdp", "tensor")
-    assert dict(train.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert train.axis_names == TRAIN_AXES == ("data", "fsdp", "context", "tensor")
+    assert dict(train.shape) == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
     rollout = make_mesh("rollout", {"replica": -1, "tensor": 2})
     assert rollout.axis_names == ROLLOUT_AXES == ("replica", "tensor")
     assert dict(rollout.shape) == {"replica": 4, "tensor": 2}
@@ -47,10 +47,10 @@ def test_devices_of_a_host_and_of_a_slice_are_neighbours():
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
-        ("train", {"fsdp": 3}, r"data=1 fsdp=3 tensor=1 is 3 devices but there are 8"),
+        ("train", {"fsdp": 3}, r"data=1 fsdp=3 context=1 tensor=1 is 3 devices but there are 8"),
         ("train", {}, r"is 1 devices but there are 8.*-1"),
         ("train", {"fsdp": 16}, r"is 16 devices but there are 8"),
-        ("train", {"replica": 8}, r"'replica'; the axes are data, fsdp, tensor"),
+        ("train", {"replica": 8}, r"'replica'; the axes are data, fsdp, context, tensor"),
         ("rollout", {"fsdp": 8}, r"'fsdp'; the axes are replica, tensor"),
         ("train", {"fsdp": -1, "tensor": -1}, r"fsdp and tensor are both -1"),
         ("rollout", {"replica": -1, "tensor": 3}, r"replica=-1 cannot be filled.*8"),
@@ -67,5 +67,5 @@ def test_bad_sizes_are_one_readable_line(kind, sizes, message):
 
 
 def test_sizes_resolve_without_devices():
-    assert resolve_sizes("train", {"fsdp": -1, "tensor": 4}, 256) == {"data": 1, "fsdp": 64, "tensor": 4}
+    assert resolve_sizes("train", {"fsdp": -1, "tensor": 4}, 256) == {"data": 1, "fsdp": 64, "context": 1, "tensor": 4}
     assert resolve_sizes("rollout", {"tensor": np.int64(2), "replica": -1}, 2) == {"replica": 1, "tensor": 2}
