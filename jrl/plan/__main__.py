@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 
 from jrl import config as config_lib
 from jrl.errors import UserError
+from jrl.flags import check_values, read_flags
 from jrl.main import parse as parse_config
-from jrl.serve.flags import check_values, read_flags
 
 ABOUT_ALL = (
     "Plans a run: chooses meshes, microbatch, remat and slots for a model, a batch and a number of chips. Batch and"

@@ -1,14 +1,11 @@
 """The server's command line."""
 
-import argparse
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
 
 from jrl.errors import UserError
-
-S = TypeVar("S")
+from jrl.flags import check_values, read_flags
 
 KEY_VARIABLE = "JRL_API_KEY"
 DEFAULT_TOKENS = 2048  # of a sequence, unless the model holds fewer
@@ -90,45 +87,6 @@ CHOICES = {
 }  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; --help says more")
-
-
-def read_flags(kind: type[S], prog: str, about_all: str, about: Mapping[str, str], args: Sequence[str]) -> S:
-    """A dataclass of settings from a command line with one flag for each of its fields; `about` is their help.
-
-    Raises:
-      UserError: a flag that does not exist, lacks its value, or has a value of another type.
-    """
-    parser = _Parser(prog=prog, description=about_all, allow_abbrev=False)
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if field.type is bool:
-            parser.add_argument(f"--{field.name}", action="store_true", help=about[field.name])
-            continue
-        of = str if field.type == str | None else field.type
-        needed = field.default is dataclasses.MISSING
-        shown = "" if needed or field.default in (None, "", 0) else f" [{field.default}]"
-        default = None if needed else field.default
-        parser.add_argument(
-            f"--{field.name}", type=of, required=needed, default=default, metavar="X", help=about[field.name] + shown
-        )
-    return kind(**vars(parser.parse_args(args)))
-
-
-def check_values(settings: Any, least: Mapping[str, float]) -> None:
-    """Raises UserError for a number below the least, a port that does not exist, or a word that is not among the choices."""
-    for name, smallest in least.items():
-        value = getattr(settings, name)
-        if not value >= smallest or (name == "replica" and value == 0):
-            raise UserError(f"--{name}={value}: must be at least {smallest or 0}" + (" and not 0" if name == "replica" else ""))
-        if name.endswith("port") and value > 65535:
-            raise UserError(f"--{name}={value}: ports end at 65535")
-    for name, choices in CHOICES.items():
-        if (value := getattr(settings, name)) not in choices:
-            raise UserError(f"--{name}={value}: must be {', '.join(choices[:-1])} or {choices[-1]}")
-
-
 def parse(args: Sequence[str]) -> Settings:
     """The settings that the command line asks for.
 
@@ -150,7 +108,7 @@ def _api_key(settings: Settings) -> str | None:
 
 
 def _check(settings: Settings) -> None:
-    check_values(settings, LEAST)
+    check_values(settings, LEAST, CHOICES)
     if settings.deadline_s == 0:
         raise UserError("--deadline_s=0: must be above 0")
     local = settings.host in ("127.0.0.1", "::1", "localhost")

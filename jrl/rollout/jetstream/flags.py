@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jrl.errors import UserError
+from jrl.flags import check_values, read_flags
 from jrl.models.arch import Arch
 from jrl.serve import flags as serve_flags
 
@@ -61,8 +62,8 @@ def parse(args: Sequence[str]) -> Settings:
     Raises:
       UserError: a flag that does not exist, lacks its value, or has a value of another type or out of its range.
     """
-    settings = serve_flags.read_flags(Settings, "python -m jrl.rollout.jetstream_serve", ABOUT_ALL, ABOUT, args)
-    serve_flags.check_values(settings, LEAST)
+    settings = read_flags(Settings, "python -m jrl.rollout.jetstream_serve", ABOUT_ALL, ABOUT, args)
+    check_values(settings, LEAST, serve_flags.CHOICES)
     return settings
 
 
