@@ -355,8 +355,11 @@ def topology_layout(monkeypatch, topology, tensor):
     return Layout.rollout({"replica": -1, "tensor": tensor}, devices)
 
 
-def compiled(layout, arch, dtype, page_size, slots=16, width=32, chunk=0, num_pages=512):
-    """The scan over layers with the attention alone, compiled; and the bytes of the pool on one device."""
+def compiled(layout, arch, dtype, page_size, slots=16, width=32, chunk=0, num_pages=512, new=1):
+    """The scan over layers with the attention alone, compiled; and the bytes of the pool on one device.
+
+    Of a chunk of prompts, or where that is 0 of `new` tokens of each slot.
+    """
     backend, replicas = TpuBackend(arch, layout, dtype), layout.batch_shards
 
     def shaped(shape, axes, dtype=jnp.int32):
@@ -369,7 +372,8 @@ def compiled(layout, arch, dtype, page_size, slots=16, width=32, chunk=0, num_pa
         table = jax.tree.map(lambda x: shaped((replicas, *x.shape[1:]), ("batch",) + (None,) * (x.ndim - 1)), SHARED)
         table = table._replace(own=rows(width), skip=rows(), place=rows())
         make, args = backend.decode_attend, (table, rows(), shaped((replicas, slots), ("batch", None), jnp.bool_))
-    tokens = slots * max(chunk, 1)
+        make = functools.partial(make, tokens=new)
+    tokens = slots * max(chunk, new)
     q = shaped((replicas, tokens, arch.num_heads, arch.head_dim), ("batch", None, "act_heads", None), dtype)
     k = shaped((replicas, tokens, arch.num_kv_heads, arch.head_dim), ("batch", None, "act_kv_heads", None), dtype)
     pool = {name: shaped(a.shape, a.axes, a.dtype) for name, a in backend.pool_arrays(num_pages, page_size).items()}
@@ -405,6 +409,21 @@ def check_program(program, pool_bytes, activation_bytes=0):
 def test_decoding_compiles_for_tpus_in_place_and_without_talk_between_chips(monkeypatch, topology, name, tensor):
     arch = dataclasses.replace(KNOWN[name], num_layers=4)
     check_program(*compiled(topology_layout(monkeypatch, topology, tensor), arch, jnp.bfloat16, 16))
+
+
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "name, tensor, new",
+    [
+        (SMOL, 1, 5),
+        *(pytest.param(name, tensor, new, marks=pytest.mark.slow) for name, tensor, new in ((QWEN, 2, 2), (LLAMA, 4, 9))),
+    ],
+)
+def test_several_new_tokens_of_a_slot_compile_for_tpus_likewise(monkeypatch, topology, name, tensor, new):
+    """What speculation asks for."""
+    arch = dataclasses.replace(KNOWN[name], num_layers=4)
+    check_program(*compiled(topology_layout(monkeypatch, topology, tensor), arch, jnp.bfloat16, 16, new=new))
 
 
 @pytest.mark.slow
