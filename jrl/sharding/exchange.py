@@ -84,8 +84,8 @@ class _Plan:
 
 def _plan(route: Route, shape: Sequence[int], source: NamedSharding, have: np.dtype, want: np.dtype, chunk_bytes: int) -> _Plan:
     wire = want if want.itemsize <= have.itemsize else have  # cast where there are fewer bytes
+    device = next(iter(source.mesh.local_devices), source.mesh.devices.flat[0])
     # XLA on CPU would send short floats as float32.
-    device = source.mesh.devices.flat[0]
     as_bits = device.platform == "cpu" and jnp.issubdtype(wire, jnp.floating) and wire.itemsize < 4 and not route.silent
     rest = tuple(size // math.prod(levels) for size, levels in zip(shape, route.levels, strict=True))
     held, received = (tuple(map(math.prod, route.by_dimension(size))) for size in (route.held.size, route.received))

@@ -8,8 +8,8 @@ Three cases, leaf by leaf:
 3. other devices: the source devices first regroup the leaf into parts that match the destination's shards (case 2),
    then each part goes to the devices that want it.
 
-Leaves move one after another, so that beside the tree and its result there is only what one leaf's program needs, in case 3
-two leaves' regrouped parts.
+Leaves move one after another, so that beside the tree and its result there is only what one leaf's program needs, and in case
+3 its regrouped parts.
 
 What is left out: case 3 wants all devices in one process; and placements that are no `NamedSharding`, or typed random keys,
 go as XLA's partitioner likes.
@@ -98,7 +98,7 @@ def _move(leaves: Sequence[jax.Array], targets: Sequence[Sharding], dtype: Any, 
         if device_list(leaf.sharding) == device_list(target):
             moved.append(_regroup(leaf, target, want, chunk_bytes))
             continue
-        # The regrouped parts of the leaf before are given up before the next one's are made.
+        # The regrouped parts of the leaf before are given up before this one's are made.
         jax.block_until_ready(on_their_way)
         matching = _matching(leaf.shape, leaf.sharding, target)
         on_their_way = [_send(_regroup(leaf, matching, want, chunk_bytes), target)]
