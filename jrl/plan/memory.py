@@ -62,11 +62,11 @@ def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str,
     for name in ("learner", "critic"):
         if name in weights:
             sums = _count(weights[name]) * MASTER_BYTES
-            work = _activations(config, arch, layouts[name], batch, dtype, has_head=name == "learner")
             phases[f"updating the {'policy' if name == 'learner' else name}"] = {
                 "gradients, sum of microbatches": sums,
-                "gradients, one microbatch": sums,
-                "activations, estimate": work,
+                "a microbatch at work, estimate": _update_work(
+                    config, arch, layouts[name], batch, dtype, sums, name == "learner"
+                ),
             }
     return phases
 
@@ -115,9 +115,15 @@ def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
     return max((_layer_work(arch, n * t, p, tensor, dtype) for (n, t, _), p in zip(usual, pairs, strict=True)), default=0)
 
 
-def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: bool) -> int:
-    """Of one microbatch, forward and backward; scores and logits are computed again, so they exist in part only."""
+def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: int, has_head: bool) -> int:
+    """Forward and backward of one microbatch, with its gradients; scores and logits are computed again, so they exist in part.
+
+    Two moments can need the most: the head's backward pass, which has one gradient of the whole head on each device but none
+    of the layers yet, and the first layer's, when there are those of all layers. Counts of arrays that live side by side are
+    those of programs compiled for TPUs.
+    """
     tensor, context, c = layout.mesh.shape["tensor"], layout.shards("length"), config.learner
+    split = layout.shards("embed")
     # On one device: of each sequence it has the queries of a part, and gathers the keys of the whole.
     shapes = [(prompts, u // context, responses, t // context) for prompts, u, responses, t in
               learner_shapes(batch, batch["minibatch_sequences"], layout)]  # fmt: skip
@@ -135,9 +141,14 @@ def _activations(config, arch: Arch, layout: Layout, batch, dtype, has_head: boo
         "dots": arch.hidden_size + _matmul_outputs(arch, tensor),
         "none": 6 * arch.hidden_size + 2 * _matmul_outputs(arch, tensor),
     }[c.remat]
-    head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * 4 * 3 if has_head else 0
-    layers = arch.num_layers * tokens * kept * dtype.itemsize
-    split = layout.shards("embed") > 1  # then the weights at work are gathered, a layer at a time
-    gathered = arch.num_params() // arch.num_layers // tensor * dtype.itemsize * split
-    keys = (context - 1) * tokens * _kv_size(arch, tensor) * dtype.itemsize
-    return layers + max(2 * (layer + keys), head) + gathered
+    cast = dtype.itemsize < MASTER_BYTES
+    table, size = arch.vocab_size * arch.hidden_size // tensor, dtype.itemsize
+    layer_params = (arch.num_params() - arch.vocab_size * arch.hidden_size * (1 if arch.tie_embeddings else 2)) // arch.num_layers
+    always = arch.num_layers * tokens * kept * size  # for the backward pass
+    always += arch.num_layers * layer_params // tensor // split * size * cast  # weights' shards, cast
+    always += table // split * (size * cast + MASTER_BYTES) + tokens * arch.hidden_size * (size + 2 * MASTER_BYTES)  # embedding
+    head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * MASTER_BYTES * 2  # logits and their gradient
+    head += table * (MASTER_BYTES + 2 * size * (split > 1))  # the head's gradient; the head gathered, the gradient cast
+    gathered = 2 * layer_params // tensor * size * (split > 1)  # a layer's weights and their gradients
+    keys = (context - 1) * tokens * _kv_size(arch, tensor) * size
+    return always + max(gradients + gathered + 2 * (layer + keys), head * has_head)

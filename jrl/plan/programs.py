@@ -53,7 +53,7 @@ def run_programs(config, arch: Arch, devices: Sequence[jax.Device]) -> tuple[Pla
         yield from _policy_programs(config, arch, layouts, dtype, plan)
         if "critic" in plan.meshes:
             critic = make_critic_learner(config, arch, layouts["critic"], dtype)
-            packed = abstract_packed(layouts["critic"], largest(plan, "critic.update"), CRITIC_COLUMNS)
+            packed = abstract_packed(layouts["critic"], longest_pass(plan, "critic.update"), CRITIC_COLUMNS)
             yield from _updates("critic", critic, packed)
             yield _forward("critic.values", critic, plan, "values")
         if "reference" in plan.meshes:
@@ -68,6 +68,11 @@ def run_programs(config, arch: Arch, devices: Sequence[jax.Device]) -> tuple[Pla
 def sizes_of(plan: Plan, name: str) -> list[tuple[int, ...]]:
     """All sizes of one of a plan's programs."""
     return next(sizes for key, sizes in plan.programs.items() if key.partition(" ")[0] == name)
+
+
+def longest_pass(plan: Plan, name: str) -> tuple[int, ...]:
+    """The sizes of a learner's program of the most tokens: (prompts, prompt tokens, responses, response tokens)."""
+    return max(sizes_of(plan, name), key=lambda size: (size[0] * size[1] + size[2] * size[3], size))
 
 
 def largest(plan: Plan, name: str) -> tuple[int, ...]:
@@ -103,7 +108,7 @@ def _policy_programs(config, arch: Arch, layouts: dict[str, Layout], dtype, plan
         yield _forward("policy", policy, plan, "logprobs")
     if config.algorithm.kl_in == "loss":
         columns.append("ref_logprobs")
-    yield from _updates("policy", policy, abstract_packed(policy.layout, largest(plan, "policy.update"), columns))
+    yield from _updates("policy", policy, abstract_packed(policy.layout, longest_pass(plan, "policy.update"), columns))
 
 
 def _updates(name: str, learner: Learner, packed: Packed) -> Iterator[Program]:
@@ -112,7 +117,7 @@ def _updates(name: str, learner: Learner, packed: Packed) -> Iterator[Program]:
 
 
 def _forward(name: str, learner: Learner, plan: Plan, method: str) -> Program:
-    packed = abstract_packed(learner.layout, largest(plan, f"{name}.{method}"), ())
+    packed = abstract_packed(learner.layout, longest_pass(plan, f"{name}.{method}"), ())
     return Program(f"{name}.{method}", *learner.abstract_run(method, packed), (f"{name}: parameters",))
 
 
