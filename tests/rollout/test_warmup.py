@@ -68,7 +68,8 @@ def serve(engine, requests):
     "options, programs",
     [
         ({}, 11),  # one length of prompts, two numbers of pages cached before, one table
-        pytest.param({"slots": 4, "max_tokens": 300, "num_pages": 40}, 37, marks=pytest.mark.slow),
+        # Copies, 3 lengths x (2 numbers of prompts, 1 with logprobs) x 3 of pages before, 2 tables x 4 kinds of sampling.
+        pytest.param({"slots": 4, "max_tokens": 300, "num_pages": 23}, 1 + 3 * (2 + 1) * 3 + 2 * 4, marks=pytest.mark.slow),
     ],
 )
 def test_what_was_warmed_up_is_all_that_requests_meet(options, programs):
