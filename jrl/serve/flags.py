@@ -29,7 +29,7 @@ class Settings:
     max_body_bytes: int = 1 << 20
     deadline_s: float = 600.0
     grace_s: float = 10.0
-    warm_up_s: float = 120.0
+    warm_up_s: float = 0.0
     page_size: int = 16
     num_pages: int = 0
     decode_chunk: int = 8
