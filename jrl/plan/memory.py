@@ -101,18 +101,25 @@ def _matmul_outputs(arch: Arch, tensor: int) -> int:
     return split + _kv_size(arch, tensor) + 2 * arch.hidden_size
 
 
-def _layer_work(arch: Arch, tokens: int, pairs: int, tensor: int, dtype) -> int:
-    """Bytes of one layer at work: the products, what lies between them, and attention scores of pairs of query and key."""
+def _layer_work(arch: Arch, tokens: int, tensor: int, dtype) -> int:
+    """Bytes of one layer at work, forward: the products and what lies between them, without attention scores."""
     between = 4 * arch.hidden_size + 2 * arch.num_heads * arch.head_dim // tensor + arch.intermediate_size // tensor
-    scores = pairs * arch.num_heads // tensor * 4 * 2  # scores and weights, float32
-    return tokens * (_matmul_outputs(arch, tensor) + between) * dtype.itemsize + scores
+    return tokens * (_matmul_outputs(arch, tensor) + between) * dtype.itemsize
+
+
+def _scores(arch: Arch, pairs: int, tensor: int) -> int:
+    """Bytes of one float32 array of attention scores of pairs of query and key."""
+    return pairs * arch.num_heads // tensor * 4
 
 
 def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
     """Bytes of one layer in the largest call that is not rare: prompts of one replica's budget, or a part of a long one."""
     usual = [(n, t, before) for n, t, before in prefill_sizes(batch) if n == 1 or not before]
     pairs = [n * min(t, QUERY_CHUNK) * (t + before * batch["page_size"]) for n, t, before in usual]
-    return max((_layer_work(arch, n * t, p, tensor, dtype) for (n, t, _), p in zip(usual, pairs, strict=True)), default=0)
+    work = (
+        _layer_work(arch, n * t, tensor, dtype) + 2 * _scores(arch, p, tensor) for (n, t, _), p in zip(usual, pairs, strict=True)
+    )
+    return max(work, default=0)
 
 
 def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: int, has_head: bool) -> int:
@@ -129,16 +136,15 @@ def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: in
               learner_shapes(batch, batch["minibatch_sequences"], layout)]  # fmt: skip
     tokens = max(prompts * u + responses * t for prompts, u, responses, t in shapes)
     # Prompts attend first, then responses, and of either one chunk of queries at a time.
-    layer = max(
-        _layer_work(
-            arch, prompts * u + responses * t,
-            max(prompts * min(u, QUERY_CHUNK) * u, responses * min(t, QUERY_CHUNK) * (u + t)) * context, tensor, dtype,
-        )
+    pairs = max(
+        max(prompts * min(u, QUERY_CHUNK) * u, responses * min(t, QUERY_CHUNK) * (u + t)) * context
         for prompts, u, responses, t in shapes
-    )  # fmt: skip
+    )
+    scores = 2 * _scores(arch, pairs, tensor) + _scores(arch, pairs, tensor) * dtype.itemsize // MASTER_BYTES
+    layer = 2 * _layer_work(arch, tokens, tensor, dtype) + scores
     kept = {
         "full": arch.hidden_size,
-        "dots": arch.hidden_size + _matmul_outputs(arch, tensor),
+        "dots": _matmul_outputs(arch, tensor),  # the layer's input in place of its output
         "none": 6 * arch.hidden_size + 2 * _matmul_outputs(arch, tensor),
     }[c.remat]
     cast = dtype.itemsize < MASTER_BYTES
@@ -151,4 +157,4 @@ def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: in
     head += table * (MASTER_BYTES + 2 * size * (split > 1))  # the head's gradient; the head gathered, the gradient cast
     gathered = 2 * layer_params // tensor * size * (split > 1)  # a layer's weights and their gradients
     keys = (context - 1) * tokens * _kv_size(arch, tensor) * size
-    return always + max(gradients + gathered + 2 * (layer + keys), head * has_head)
+    return always + max(gradients + gathered + layer + 2 * keys, head * has_head)
