@@ -1,6 +1,7 @@
 """Learners of small models on any mesh, batches for them, and their compiled programs."""
 
 import dataclasses
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jrl.learner import Forward, Learner, make_optimizer
 from jrl.losses import policy_loss
 from jrl.models import decoder
 from jrl.models.load import RANDOM
+from jrl.plan.aot import main_text, topology_devices
 from jrl.plan.programs import POLICY_COLUMNS, abstract_packed
 from jrl.sharding.layout import Layout
 from jrl.types import Completion, Rollout, make_rollout
@@ -84,15 +86,16 @@ def assert_same_update(a, b, rtol=1e-4):
 
 
 def compiled(learner, sizes, program="update"):
-    """One of an update's programs for microbatches of sizes (P, u, N, t)."""
+    """One of an update's programs for microbatches of sizes (P, u, N, t), and its text."""
     packed = abstract_packed(learner.layout, sizes, POLICY_COLUMNS)
     jitted, args = learner.abstract_programs(packed)[program]
-    return jitted.lower(*args).compile()
+    with tempfile.TemporaryDirectory() as folder:  # a TPU's executable cannot always give its text back
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        executable = jitted.lower(*args).compile(compiler_options=options)
+        return executable, main_text(folder)
 
 
 def tpu_devices(topology):
     """Chips that programs can be compiled for; without the TPU compiler the test is skipped."""
     pytest.importorskip("libtpu", reason="the TPU compiler is in the extra `aot`")
-    from jrl.plan.aot import topology_devices
-
     return topology_devices(topology)

@@ -83,7 +83,7 @@ def compile_programs(plan: Plan, programs: Iterable[Program]) -> Iterator[Compil
                 executable = traced.lower().compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
                 raise UserError(f"{program.name} does not compile: {' '.join(str(error).split())[:400]}") from error
-            text = _main_text(folder)
+            text = main_text(folder)
         memory = executable.memory_analysis()
         yield Compiled(
             name=program.name,
@@ -128,7 +128,7 @@ def compile_publish(plan: Plan, tree: Any, shardings: Any, dtype: Any) -> Compil
     )
 
 
-def _main_text(folder: str) -> str:
+def main_text(folder: str) -> str:
     """The optimized HLO of the program itself; smaller modules are parts that the compiler took out of it."""
     files = glob.glob(f"{folder}/*after_optimizations.txt")
     with open(max(files, key=os.path.getsize)) as file:

@@ -25,8 +25,8 @@ def over_context(layout: Layout, attend: Callable, qkv: Heads, others: Any) -> j
       qkv: queries [d, T, H, K], keys and values [d, T, J, K]; equal pieces of T are the parts.
       others: arrays [d, ...], which all parts see whole.
     """
-    axes = layout.mesh_axes("length")
-    if layout.shards("length") == 1:
+    axes = layout.splitting("length")
+    if not axes:
         return attend(0, qkv, others)
     place = lambda x, kind: layout.sharding(("batch", "length", kind, None), x.shape).spec  # noqa: E731
     places = tuple(place(x, kind) for x, kind in zip(qkv, ("act_heads", "act_kv_heads", "act_kv_heads"), strict=True))
@@ -51,7 +51,7 @@ def _of_my_queries(layout: Layout, x: jax.Array, queries: int, heads: tuple[int,
     (query_heads, kv_heads), split = heads, layout.shards("act_heads")
     if kv_heads % split == 0:
         return x  # they are split like the query heads
-    first = jax.lax.axis_index(layout.mesh_axes("act_heads")) * queries
+    first = jax.lax.axis_index(layout.splitting("act_heads")) * queries
     shared = query_heads // kv_heads
     if shared % queries == 0:
         return jax.lax.dynamic_slice_in_dim(x, first // shared, 1, axis=2)

@@ -52,7 +52,7 @@ class FullySharded:
         each has its part of the vocabulary, and the rows that it lacks are 0 in a sum.
         """
         layout = self.layout
-        vocab, embed = (tuple(a for a in layout.mesh_axes(axis) if layout.mesh.shape[a] > 1) for axis in axes)
+        vocab, embed = (layout.splitting(axis) for axis in axes)
 
         def look_up(table, tokens):
             everyones = jax.lax.all_gather(tokens, embed, tiled=True) if embed else tokens
@@ -78,8 +78,8 @@ class FullySharded:
         Args:
           w: [D, V] or [V, D]; contract: the index of its axis D.
         """
-        constrain, here = self.layout.constrain, ("batch", "length", *_at_work(axes))
-        parts = (self.layout.batch_shards, self.layout.shards("length"))  # a gradient for each, on its own device
+        layout, here = self.layout, ("batch", "length", *_at_work(axes))
+        parts = (layout.batch_shards, layout.shards("length"))  # a gradient for each, on its own device
         matrix = [2, 3] if contract == 0 else [3, 2]  # for einsum: batch 0, tokens 1, D 2, V 3
 
         @jax.custom_vjp
@@ -87,9 +87,15 @@ class FullySharded:
             """Stands for w where its gradient is collected; no value of it is ever read."""
             return jnp.zeros((*parts, *w.shape), jnp.float32)
 
+        def over_devices(sums):
+            total = sums.astype(self.dtype).reshape(sums.shape[2:])
+            if split := layout.splitting("embed"):
+                total = jax.lax.psum_scatter(total, split, scatter_dimension=contract, tiled=True)
+            copies = tuple(name for name in layout.splitting("batch", "length") if name not in split)
+            return (jax.lax.psum(total, copies) if copies else total).astype(w.dtype)
+
         def collected(_, sums):
-            total = jax.lax.reduce(sums.astype(self.dtype), jnp.zeros((), self.dtype), jax.lax.add, (0, 1))
-            return (constrain(total, axes).astype(w.dtype),)
+            return (jax.shard_map(over_devices, mesh=layout.mesh, in_specs=layout.spec(here), out_specs=layout.spec(axes))(sums),)
 
         tap.defvjp(lambda w: (tap(w), None), collected)
 
@@ -104,7 +110,7 @@ class FullySharded:
             dx = jnp.einsum(g, [0, 1, 3], whole, matrix, [0, 1, 2])
             x, g = (y.reshape(*parts, -1, y.shape[-1]) for y in (x, g))
             dw = jnp.einsum(x, [0, 4, 1, 2], g, [0, 4, 1, 3], [0, 4, *matrix], preferred_element_type=jnp.float32)
-            return constrain(dx, ("batch", "length", "act_embed")), None, constrain(dw, here)
+            return layout.constrain(dx, ("batch", "length", "act_embed")), None, layout.constrain(dw, here)
 
         multiply.defvjp(lambda x, whole, sums: (multiply(x, whole, sums), (x, whole)), backward)
         whole, sums = jax.lax.stop_gradient(self.whole(w, axes)), tap(w)

@@ -83,7 +83,7 @@ class Layout:
 
     def shards(self, axis: str) -> int:
         """Into how many parts the mesh splits a logical axis."""
-        return math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
+        return math.prod(self.mesh.shape[name] for name in self._mesh_axes(axis))
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The partition of an array whose dimensions are called `axes` (None: not split).
@@ -97,7 +97,7 @@ class Layout:
         entries: list[str | tuple[str, ...] | None] = []
         owner: dict[str, str | None] = {}  # mesh axis -> the logical axis that uses it
         for axis in axes:
-            names = self.mesh_axes(axis)
+            names = self._mesh_axes(axis)
             for name in names:
                 if name in owner:
                     raise UserError(
@@ -147,8 +147,12 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        """The mesh axes that split a logical one, those of one device included."""
+    def splitting(self, *axes: str) -> tuple[str, ...]:
+        """The mesh axes of more than one device that split any of these logical axes, outermost first."""
+        used = {name for axis in axes for name in self._mesh_axes(axis) if self.mesh.shape[name] > 1}
+        return tuple(name for name in self.mesh.axis_names if name in used)
+
+    def _mesh_axes(self, axis: str | None) -> tuple[str, ...]:
         if axis is None:
             return ()
         if axis not in self.table:
@@ -163,7 +167,7 @@ class Layout:
 
     def _check_divides(self, axes: Axes, shape: tuple[int, ...]) -> None:
         for axis, size in zip(axes, shape, strict=True):
-            names = self.mesh_axes(axis)
+            names = self._mesh_axes(axis)
             parts = math.prod(self.mesh.shape[name] for name in names)
             if size % parts:
                 split = describe({name: self.mesh.shape[name] for name in names})
