@@ -147,7 +147,7 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-    def splitting(self, *axes: str) -> tuple[str, ...]:
+    def splitting(self, *axes: str | None) -> tuple[str, ...]:
         """The mesh axes of more than one device that split any of these logical axes, outermost first."""
         used = {name for axis in axes for name in self._mesh_axes(axis) if self.mesh.shape[name] > 1}
         return tuple(name for name in self.mesh.axis_names if name in used)

@@ -119,7 +119,7 @@ def test_rows_of_a_split_table(sizes):
 
 @pytest.mark.parametrize("contract", [0, 1])
 def test_the_gradient_of_a_product_used_in_a_loop(contract):
-    """Against float64 in NumPy: three chunks of a batch with one weight; products in bfloat16, their gradient's sum in float32."""
+    """Against float64 in NumPy: three chunks of a batch with one weight."""
     layout, rng = Layout.train({"data": 2, "fsdp": 2, "tensor": 2}), np.random.default_rng(0)
     x = rng.standard_normal((3, 4, 8, 16)).astype(np.float32)  # [chunks, d, t, D]
     w, g = rng.standard_normal((16, 24)).astype(np.float32), rng.standard_normal((3, 4, 8, 24)).astype(np.float32)
