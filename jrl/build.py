@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl import platform
+from jrl.algorithms.pieces import Pieces, needs_critic, needs_old_logprobs
 from jrl.data import Prompt, PromptStream, distinct, encode, load_splits, overlap
 from jrl.errors import UserError
 from jrl.learner import Forward, Learner, make_optimizer
@@ -43,6 +44,7 @@ class Parts:
     eval_prompts: list[Prompt]
     stream: PromptStream
     rewards: RewardManager
+    pieces: Pieces
     policy: Learner
     initial_params: Any  # on the policy's mesh; dropped once the state is made
     engine: Engine
@@ -52,12 +54,16 @@ class Parts:
     reference: Learner | None
     reference_params: Any
     updates_per_step: int
+    old_logprobs: bool  # they have to be computed: the current ones do not stand for them
     policy_delay_steps: int
     first_eval_sample: int = FIRST_EVAL_SAMPLE
 
 
-def build(config, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None) -> Parts:
+def build(config, pieces: Pieces, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None) -> Parts:
     """Everything a trainer needs; errors in the data or the meshes come before any weight is loaded.
+
+    Args:
+      config: with every choice made, see `jrl.config.resolve`.
 
     Raises:
       UserError: naming the key, its value and the remedy.
@@ -76,9 +82,9 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
     model = found.load(layouts["learner"], config.seed)
     platform.configure()  # only now: what loading leaves behind goes back to the system
     a = config.algorithm
-    policy = make_policy_learner(config, model.arch, layouts["learner"], dtype)
+    policy = make_policy_learner(config, model.arch, layouts["learner"], dtype, pieces.policy_loss)
     critic = initial_critic = reference = reference_params = None
-    if a.name == "ppo":
+    if pieces.critic:
         critic = make_critic_learner(config, model.arch, layouts["critic"], dtype)
         initial_critic = functools.partial(make_critic, model, critic)
     if a.kl_in != "none":
@@ -88,11 +94,12 @@ def build(config, reward: Callable | None = None, train_data: Any = None, eval_d
     rollout_weights = weight_publisher(model.arch, layouts["learner"], layouts["rollout"], dtype, config.rollout.weights)
     return Parts(
         arch=model.arch, tokenizer=model.tokenizer, dtype=dtype, train_prompts=prompts, eval_prompts=eval_prompts,
-        stream=stream, rewards=rewards, policy=policy,
+        stream=stream, rewards=rewards, pieces=pieces, policy=policy,
         initial_params=model.params, engine=engine,
         rollout_weights=rollout_weights, critic=critic,
         initial_critic=initial_critic, reference=reference, reference_params=reference_params,
         updates_per_step=updates_per_step(config), policy_delay_steps=policy_delay_steps(config),
+        old_logprobs=needs_old_logprobs(a),
     )  # fmt: skip
 
 
@@ -124,14 +131,15 @@ def updates_per_step(config) -> int:
 
 def policy_delay_steps(config) -> int:
     """Steps in which only the critic learns."""
-    return config.critic.policy_delay_steps if config.algorithm.name == "ppo" else 0
+    return config.critic.policy_delay_steps if needs_critic(config.algorithm) else 0
 
 
-def make_policy_learner(config, arch: Arch, layout: Layout, dtype) -> Learner:
+def make_policy_learner(config, arch: Arch, layout: Layout, dtype, loss: Callable) -> Learner:
+    """The policy with its token loss, see `jrl.algorithms.policy_loss`."""
     updates = (config.steps - policy_delay_steps(config)) * updates_per_step(config)
     return Learner(
         "policy", make_forward(config, arch, dtype, layout), layout, decoder.Decoder, config.learner.microbatch_tokens,
-        policy_loss(config.algorithm), *make_optimizer(config.learner, updates),
+        policy_loss(config.algorithm, loss), *make_optimizer(config.learner, updates),
     )  # fmt: skip
 
 

@@ -12,14 +12,18 @@ import pathlib
 import re
 import runpy
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from jrl.algorithms.pieces import PYTHON, PYTHON_CRITIC, Pieces, choose
+from jrl.algorithms.presets import preset
 from jrl.config_conflicts import conflicts
 from jrl.config_keys import KEYS, OPTIONS, SECTIONS, Key
 from jrl.errors import UserError
+
+PRESET = "preset"  # on the command line: the value that the preset chooses
 
 # Building and reading ------------------------------------------------------------------------------------------------
 
@@ -184,10 +188,35 @@ def validate(config: ConfigDict) -> None:
         if name not in values:
             raise UserError(f"config.{name}: is missing; start from jrl.config.default_config()")
         value = _typed(key, values[name])
-        if key.rule and not key.rule.holds(value):
+        if key.rule and value is not None and not key.rule.holds(value):
             raise UserError(f"config.{name}={value!r}: must be {key.rule.text} ({key.doc})")
-    for name, remedy in conflicts(config):
-        raise UserError(f"config.{name}={values[name]!r}: {remedy}")
+    resolved = with_preset(config)
+    for name, remedy in conflicts(resolved):
+        raise UserError(f"config.{name}={flatten(resolved)[name]!r}: {remedy}")
+
+
+def with_preset(config: ConfigDict, given: Pieces | None = None) -> ConfigDict:
+    """A copy in which the preset has made every choice that nobody else has.
+
+    Args:
+      given: the pieces of the run; those that are Python functions take the place of the names.
+    """
+    config = ConfigDict(config).copy_and_resolve_references()
+    for name, value in preset(config.algorithm.name).items():
+        if config.algorithm[name] is None:
+            config.algorithm[name] = value
+    for kind in given.python if given else ():
+        config.algorithm[kind] = PYTHON_CRITIC if kind == "advantage" and given.critic else PYTHON
+    return config
+
+
+def choose_pieces(config: ConfigDict, **functions: Callable | None) -> Pieces:
+    """The functions that a config's algorithm is put together from, see `jrl.algorithms.pieces`.
+
+    Args:
+      functions: advantage, policy_loss, filter; Python functions in place of the keys.
+    """
+    return choose(with_preset(config).algorithm, functions)
 
 
 # Values and names ----------------------------------------------------------------------------------------------------
@@ -197,7 +226,7 @@ _WORDS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": F
 
 
 def type_name(key: Key) -> str:
-    return _TYPES[type(key.default)]
+    return _TYPES[key.kind]
 
 
 def _wrong_type(key: Key, value: Any) -> UserError:
@@ -205,8 +234,10 @@ def _wrong_type(key: Key, value: Any) -> UserError:
 
 
 def _parse(key: Key, text: str) -> Any:
-    """Text from the command line as the type of the key's default."""
-    kind = type(key.default)
+    """Text from the command line as the type of the key's default; "preset" gives a choice back to the preset."""
+    kind = key.kind
+    if key.default is None and text == PRESET:
+        return None
     if kind is str:
         return text
     try:
@@ -217,7 +248,9 @@ def _parse(key: Key, text: str) -> Any:
 
 def _typed(key: Key, value: Any) -> Any:
     """The value, if it has the key's type; whole numbers pass for numbers, True does not pass for 1."""
-    kind = type(key.default)
+    kind = key.kind
+    if key.default is None and value is None:
+        return None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -5,32 +5,20 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
+from jrl.algorithms.presets import ADVANTAGES, FILTERS
+
+ALONE = "algorithm.name=ppo, remax or reinforce_plus_plus"  # what can learn from one sample a prompt
+
 
 def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     """Keys whose values do not go together with others', and what to do."""
     r, a, d = c.rollout, c.algorithm, c.data
-    if a.name == "grpo" and r.group_size < 2:
-        yield "rollout.group_size", "GRPO compares the samples of a prompt; give at least 2, or algorithm.name=ppo"
-    if a.dynamic_sampling and r.group_size < 2:
-        yield "rollout.group_size", "dynamic sampling looks for groups of different rewards; give at least 2"
-    if r.prompts_per_step % a.minibatches:
-        yield (
-            "algorithm.minibatches",
-            f"must divide rollout.prompts_per_step={r.prompts_per_step}, as a minibatch holds whole groups",
-        )
-    if a.kl_in != "none" and not a.kl_coef:
-        yield "algorithm.kl_coef", f"algorithm.kl_in={a.kl_in} needs a positive weight; give one, or kl_in=none"
-    if a.kl_in == "none" and a.kl_coef:
-        yield "algorithm.kl_coef", "has no effect with algorithm.kl_in=none; give kl_in=loss or reward, or kl_coef=0"
-    if a.kl_in == "loss" and a.kl_estimator == "k1":
-        yield "algorithm.kl_estimator", "its gradient in the loss has mean 0, so it is only noise; give k2 or k3, or kl_in=reward"
+    yield from _algorithm_conflicts(c)
     if r.kv == "int8" and r.attention in ("tpu", "gpu"):
         yield "rollout.kv", f"the {r.attention} kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
     for name in ("weights", "kv"):
         if r[name] == "int8" and not a.rollout_is_cap:
             yield f"rollout.{name}", f"its samples are of a rounded policy; give algorithm.rollout_is_cap=2.0, or {name}=same"
-    if a.name == "ppo" and c.critic.policy_delay_steps >= c.steps:
-        yield "critic.policy_delay_steps", f"the policy would never learn in steps={c.steps}; give less"
     pages = -(-(d.max_prompt_tokens + r.max_new_tokens - 1) // r.page_size) + 1  # the last token is never fed; the null page
     if 0 < r.num_pages < pages:
         yield (
@@ -42,6 +30,62 @@ def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
             yield f"data.{kind}_size", f"data.{kind}={d[kind]} makes as many problems as it is told; give a number"
     yield from _evaluation_conflicts(c)
     yield from _mesh_conflicts(c)
+
+
+def _algorithm_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    r, a, advantage = c.rollout, c.algorithm, ADVANTAGES.get(c.algorithm.advantage)
+    if advantage and advantage.group and r.group_size < 2:
+        yield "rollout.group_size", f"advantage={a.advantage} compares the samples of a prompt; give at least 2, or {ALONE}"
+    kept = FILTERS.get(a.filter)
+    if a.dynamic_sampling and kept and kept.group and r.group_size < 2:
+        yield "rollout.group_size", "dynamic sampling looks for groups of different rewards; give at least 2"
+    if r.prompts_per_step % a.minibatches:
+        yield (
+            "algorithm.minibatches",
+            f"must divide rollout.prompts_per_step={r.prompts_per_step}, as a minibatch holds whole groups",
+        )
+    if advantage and advantage.critic and c.critic.policy_delay_steps >= c.steps:
+        yield "critic.policy_delay_steps", f"the policy would never learn in steps={c.steps}; give less"
+    if a.cov_low >= a.cov_high:
+        yield "algorithm.cov_low", f"no covariance lies between it and cov_high={a.cov_high}; give less"
+    yield from _kl_conflicts(c)
+    yield from _rollout_correction_conflicts(c)
+
+
+def _kl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    a = c.algorithm
+    if a.kl_in != "none" and not a.kl_coef:
+        yield "algorithm.kl_coef", f"algorithm.kl_in={a.kl_in} needs a positive weight; give one, or kl_in=none"
+    if a.kl_in == "none" and a.kl_coef:
+        yield "algorithm.kl_coef", "has no effect with algorithm.kl_in=none; give kl_in=loss or reward, or kl_coef=0"
+    if a.kl_in == "loss" and a.kl_estimator == "k1":
+        yield (
+            "algorithm.kl_estimator",
+            "its gradient in the loss has mean 0, so it is only noise; give k1+, k2 or k3, or kl_in=reward",
+        )
+    if a.kl_in == "reward" and a.kl_estimator.endswith("+"):
+        yield "algorithm.kl_estimator", "no gradient flows through the reward; leave out the plus, or give kl_in=loss"
+    if a.kl_in == "reward" and a.advantage == "gdpo":
+        yield "algorithm.kl_in", "gdpo puts every reward on one scale, and a KL in it of any size too; give kl_in=loss"
+    if a.kl_in == "none" and a.kl_controller != "fixed":
+        yield "algorithm.kl_controller", "there is no KL to control; give kl_in=loss or reward, or kl_controller=fixed"
+    if a.kl_in == "none" and c.reference.refresh_steps:
+        yield "reference.refresh_steps", "there is no reference with algorithm.kl_in=none; give kl_in=loss or reward, or 0"
+
+
+def _rollout_correction_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    a = c.algorithm
+    if a.proximal == "rollout":
+        for name, off in (("rollout_is_cap", 0), ("rollout_rs", "none")):
+            if a[name] != off:
+                yield f"algorithm.{name}", f"with proximal=rollout the ratio is to the rollout already; give {off}"
+    if a.rollout_is != "token" and not a.rollout_is_cap:
+        yield "algorithm.rollout_is", "has no effect with algorithm.rollout_is_cap=0; give a cap such as 2.0, or token"
+    if a.replay_steps and not a.rollout_is_cap and a.proximal == "learner":
+        yield (
+            "algorithm.replay_steps",
+            "its samples are of former policies; give algorithm.rollout_is_cap=2.0, or proximal=rollout, or 0",
+        )
 
 
 def _evaluation_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:

@@ -5,8 +5,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from jrl.algorithms.presets import ADVANTAGES, BASE, FILTERS, POLICY_LOSSES, PRESETS
 
 OPTIONS = "data.options"  # the only key that holds names of others' choice
 
@@ -21,12 +23,19 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One setting; its type is that of its default."""
+    """One setting; its type is that of its default.
+
+    A default of None stands for what the preset `algorithm.name` says; the type is then that of the presets' values.
+    """
 
     name: str
     default: Any
     doc: str  # the unit first where there is one
     rule: Rule | None = None
+
+    @property
+    def kind(self) -> type:
+        return type(BASE[self.name.removeprefix("algorithm.")] if self.default is None else self.default)
 
 
 def one_of(*names: str) -> Rule:
@@ -46,13 +55,19 @@ def _is_number(text: str) -> bool:
         return False
 
 
+def _name_or_path(table: Iterable[str]) -> Rule:
+    """A name of the table, or where a user's own function is."""
+    names = tuple(table)
+    return Rule(f"{', '.join(names)}, FILE.py:FUNCTION or MODULE:FUNCTION", lambda v: v in names or ":" in v.strip(": "))
+
+
 GIVEN = Rule("given", lambda v: bool(v.strip()))
 POSITIVE = Rule("positive", lambda v: 0 < v < math.inf)
 NOT_NEGATIVE = Rule("0 or more", lambda v: 0 <= v < math.inf)
 SEED = Rule("from 0 to 4294967295", lambda v: 0 <= v < 2**32)  # jax's keys take 32 bits, and drop what is above
 FRACTION = Rule("from 0 to 1", lambda v: 0 <= v <= 1)
 BELOW_ONE = Rule("at least 0 and below 1", lambda v: 0 <= v < 1)
-INSIDE = Rule("above 0 and below 1", lambda v: 0 < v < 1)
+PART = Rule("above 0, at most 1", lambda v: 0 < v <= 1)
 CAP = Rule("0 (off) or at least 1", lambda v: v == 0 or 1 <= v < math.inf)
 DUAL_CLIP = Rule("0 (off) or above 1", lambda v: v == 0 or 1 < v < math.inf)
 MESH_SIZE = Rule("positive, or -1 for the devices that the other axes leave", lambda v: v > 0 or v == -1)
@@ -60,6 +75,11 @@ OWN_MESH_SIZE = Rule("positive, -1 for the devices that the others leave, or 0 i
 FUNCTIONS = Rule('comma separated, each "name" or "name*weight" with a number as the weight', _valid_functions)
 PRECISION = one_of("auto", "float32", "bfloat16")
 SCHEDULE = one_of("constant", "linear", "cosine")
+KL_ESTIMATOR = one_of("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+LEVEL = one_of("token", "sequence", "geometric")
+LEVEL_OR_NONE = one_of("none", "token", "sequence", "geometric")
+RESAMPLING = one_of("none", "power", "max_min", "max_random")
+AT_LEAST_ONE = Rule("at least 1", lambda v: 1 <= v < math.inf)
 AGGREGATION = one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -138,23 +158,54 @@ _TABLE: tuple[Key, ...] = (
     Key("rollout.mesh.replica", -1, "devices along the samples, weights copied", MESH_SIZE),
     Key("rollout.mesh.tensor", 1, "devices along heads, MLP and vocabulary", MESH_SIZE),
     # Algorithm
-    Key("algorithm.name", "grpo", "where advantages come from: the group's mean or a critic", one_of("grpo", "ppo")),
-    Key("algorithm.clip_low", 0.2, "ratios below 1 - clip_low are clipped", INSIDE),
-    Key("algorithm.clip_high", 0.2, "ratios above 1 + clip_high are clipped", POSITIVE),
-    Key("algorithm.dual_clip", 0.0, "bound of the loss at negative advantages, in advantages; 0: off", DUAL_CLIP),
-    Key("algorithm.rollout_is_cap", 0.0, "most that a token weighs to correct the rollout's rounding; 0: no correction", CAP),
-    Key("algorithm.aggregation", "token-mean", "from token losses to the loss", AGGREGATION),
-    Key("algorithm.normalize_std", True, "GRPO: divide by the group's standard deviation"),
+    Key("algorithm.name", "grpo", "preset: what it chooses is listed below the keys", one_of(*PRESETS)),
+    Key("algorithm.advantage", None, "how much better than expected a response or token was", _name_or_path(ADVANTAGES)),
+    Key("algorithm.normalize_std", None, "divide by the group's standard deviation"),
+    Key("algorithm.gamma", None, "discount per token", FRACTION),
+    Key("algorithm.lam", None, "lambda of GAE, per token", FRACTION),
+    Key("algorithm.critic_lam", None, "decoupled_gae: lambda of the returns that the critic learns", FRACTION),
+    Key("algorithm.length_alpha", None, "decoupled_gae: lambda is 1 - 1 / (length_alpha tokens); 0: it is lam", NOT_NEGATIVE),
+    Key("algorithm.policy_loss", None, "of a token", _name_or_path(POLICY_LOSSES)),
+    Key("algorithm.clip_low", None, "ratios below 1 - clip_low are clipped; gmpo: log ratios below -clip_low", PART),
+    Key("algorithm.clip_high", None, "ratios above 1 + clip_high are clipped; gmpo: log ratios above clip_high", POSITIVE),
+    Key("algorithm.dual_clip", None, "bound of the loss at negative advantages, in advantages; 0: off", DUAL_CLIP),
+    Key("algorithm.tau_positive", None, "sapo: steepness of the gate where advantages are positive", POSITIVE),
+    Key("algorithm.tau_negative", None, "sapo: steepness of the gate elsewhere", POSITIVE),
+    Key("algorithm.cov_fraction", None, "clip_cov, kl_cov: share of the minibatch's tokens that are chosen", PART),
+    Key("algorithm.cov_low", None, "clip_cov: least covariance of a token that may be chosen"),
+    Key("algorithm.cov_high", None, "clip_cov: largest covariance of a token that may be chosen"),
+    Key("algorithm.cov_kl_coef", None, "kl_cov: weight of the chosen tokens' |log ratio|", NOT_NEGATIVE),
+    Key("algorithm.aggregation", None, "from token losses to the loss", AGGREGATION),
+    Key("algorithm.positive_lm_coef", None, "weight of -logprob on responses of positive reward; 0: off", NOT_NEGATIVE),
+    Key("algorithm.entropy_coef", 0.0, "weight of the entropy bonus", NOT_NEGATIVE),
     Key("algorithm.kl_coef", 0.0, "weight of the KL to the reference", NOT_NEGATIVE),
     Key("algorithm.kl_in", "none", "where that KL enters; none: no reference model", one_of("none", "loss", "reward")),
-    Key("algorithm.kl_estimator", "k3", "of that KL, per token", one_of("k1", "abs", "k2", "k3")),
-    Key("algorithm.entropy_coef", 0.0, "weight of the entropy bonus", NOT_NEGATIVE),
-    Key("algorithm.gamma", 1.0, "PPO: discount per token", FRACTION),
-    Key("algorithm.lam", 1.0, "PPO: lambda of GAE, per token", FRACTION),
+    Key("algorithm.kl_estimator", "k3", "of that KL, per token; a plus: the gradient of k2", KL_ESTIMATOR),
+    Key("algorithm.kl_controller", "fixed", "of kl_coef; adaptive: steered towards kl_target", one_of("fixed", "adaptive")),
+    Key("algorithm.kl_target", 0.1, "nats per token, of the adaptive controller", POSITIVE),
+    Key("algorithm.kl_horizon", 10000, "samples over which the adaptive controller acts", POSITIVE),
+    Key("algorithm.dynamic_sampling", None, "drop what the filter drops and draw other prompts instead"),
+    Key("algorithm.filter", None, "with dynamic sampling: which responses stay", _name_or_path(FILTERS)),
+    Key("algorithm.max_refills", None, "draws beyond the first, with dynamic sampling; 0: only drop", NOT_NEGATIVE),
+    Key("algorithm.overlong_penalty", None, "taken from the reward of a response of max_new_tokens; 0: off", NOT_NEGATIVE),
+    Key("algorithm.overlong_buffer", None, "share of max_new_tokens over which that penalty grows from 0", PART),
+    Key("algorithm.overlong_filter", None, "no loss on responses that were cut off at max_new_tokens"),
+    Key("algorithm.resample", None, "draw the step's responses again, by reward within each group", RESAMPLING),
+    Key("algorithm.resample_power", None, "resample=power: exponent of |reward|", POSITIVE),
+    Key("algorithm.replay_steps", None, "former steps whose responses are drawn from besides; 0: none", NOT_NEGATIVE),
     Key("algorithm.epochs", 1, "passes over each step's samples", POSITIVE),
     Key("algorithm.minibatches", 1, "updates per pass, each on whole groups", POSITIVE),
-    Key("algorithm.dynamic_sampling", False, "drop groups of equal rewards and draw other prompts instead"),
-    Key("algorithm.max_refills", 3, "draws beyond the first, with dynamic sampling", POSITIVE),
+    Key(
+        "algorithm.proximal",
+        "learner",
+        "policy that ratios are to: the learner's before the step's updates, or the one that sampled, as it was recorded",
+        one_of("learner", "rollout"),
+    ),
+    Key("algorithm.rollout_is_cap", 0.0, "most that a token weighs to correct the rollout's mismatch; 0: no correction", CAP),
+    Key("algorithm.rollout_is", "token", "what that weight is the probability ratio of", LEVEL),
+    Key("algorithm.rollout_rs", "none", "no loss where this ratio is out of bounds: of a token, sequence or mean", LEVEL_OR_NONE),
+    Key("algorithm.rollout_rs_low", 0.5, "lower bound of that ratio", PART),
+    Key("algorithm.rollout_rs_high", 2.0, "upper bound of that ratio", AT_LEAST_ONE),
     # Learner, critic, reference
     *_optimizer("learner", 1e-6),
     Key(
@@ -170,6 +221,9 @@ _TABLE: tuple[Key, ...] = (
     Key("critic.value_clip", 0.5, "values move at most this far from the old ones, in rewards", POSITIVE),
     Key("critic.policy_delay_steps", 0, "steps in which only the critic learns", NOT_NEGATIVE),
     *_train_mesh("critic", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
+    Key(
+        "reference.refresh_steps", 0, "steps after which the reference becomes the policy of that moment; 0: never", NOT_NEGATIVE
+    ),
     *_train_mesh("reference", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
     # Rewards, evaluation, output
     Key("reward.functions", "exact_match", "comma separated NAME, MODULE:FUNCTION or FILE.py:FUNCTION", FUNCTIONS),

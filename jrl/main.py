@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Sequence
 
 from jrl import config as config_lib
+from jrl.algorithms.presets import BASE, PRESETS, TABLES
+from jrl.config import PRESET
 from jrl.config_keys import GIVEN, KEYS, OPTIONS
 from jrl.errors import UserError
 
@@ -102,11 +104,32 @@ def help_text() -> str:
             section = key.name.partition(".")[0]
             lines.append("")
         rule = f" [{key.rule.text}]" if key.rule and key.rule is not GIVEN else ""
-        default = {} if isinstance(key.default, dict) else key.default
+        default = {} if isinstance(key.default, dict) else PRESET if key.default is None else key.default
         head = f"  --config.{key.name}={default!r}"
         about = f"{config_lib.type_name(key)}; {key.doc}{rule}"
-        lines += [head, *textwrap.wrap(about, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)]
-    return "\n".join(lines)
+        lines += [head, *_wrapped(about)]
+    return "\n".join(lines + _presets_text())
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
+
+
+def _presets_text() -> list[str]:
+    """What each algorithm.name chooses, and what can be chosen."""
+    told = lambda choices: " ".join(f"{name}={value}" for name, value in choices.items())  # noqa: E731
+    lines = [
+        "",
+        "Presets: what algorithm.name chooses where a key of algorithm is left to 'preset'",
+        "  all, if not said otherwise",
+    ]
+    lines += _wrapped(told(BASE))
+    for name, choices in PRESETS.items():
+        lines += [f"  {name}", *_wrapped(told(choices) or "nothing else")]
+    for kind, table in TABLES.items():
+        lines += ["", f"algorithm.{kind}, or FILE.py:FUNCTION or MODULE:FUNCTION"]
+        lines += [f"  {name:<30}{piece.about}" for name, piece in table.items()]
+    return lines
 
 
 def run(command: Command) -> None:

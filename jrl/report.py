@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jrl import jsonl
+from jrl.algorithms.presets import PRESETS, preset
 from jrl.config_keys import KEYS
 from jrl.errors import UserError
 from jrl.metrics import read_metrics
@@ -172,10 +173,14 @@ def _read_json(path: pathlib.Path) -> Any:
 def _config(run_dir: pathlib.Path) -> list[dict[str, Any]]:
     """The resolved config by key, with what each key means and its default."""
     rows = []
-    for key, value in _flatten(_read_json(run_dir / "config.json") or {}):
+    config = dict(_flatten(_read_json(run_dir / "config.json") or {}))
+    chosen = preset(config["algorithm.name"]) if config.get("algorithm.name") in PRESETS else {}
+    for key, value in config.items():
         row = {"key": key, "value": value}
         if key in KEYS:
-            row |= {"default": KEYS[key].default, "doc": KEYS[key].doc}
+            default = KEYS[key].default
+            row |= {"default": chosen.get(key.removeprefix("algorithm."), default) if default is None else default}
+            row |= {"doc": KEYS[key].doc}
         rows.append(row)
     return rows
 

@@ -25,6 +25,7 @@ from jrl.errors import UserError
 from jrl.learner import Learner
 from jrl.metrics import MetricsWriter, Timers, response_metrics, stats
 from jrl.models.hf import save_hf
+from jrl.replay import Replay, from_text, to_text
 from jrl.report import write_report
 from jrl.samples import SampleWriter
 from jrl.types import Batch
@@ -44,6 +45,8 @@ class Run:
     Attributes:
       step: steps completed.
       samples: sequences sampled so far, which numbers the random draws.
+      kl_coef: the weight of the KL to the reference, which a controller may change.
+      replay: the responses of former steps.
       before: the metrics of the evaluation at the start.
       last_eval: those of the latest one, and the step that it was made at.
     """
@@ -52,6 +55,8 @@ class Run:
         self.config, self.parts = config, parts
         self.directory = run_directory(config.run_dir)
         self.step, self.samples, self.seconds, self.earlier = 0, 0, 0.0, 0.0
+        self.kl_coef = config.algorithm.kl_coef
+        self.replay = Replay(config.algorithm.replay_steps)
         self.before: dict[str, float] = {}
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})
         self.timers = Timers()
@@ -97,7 +102,10 @@ class Run:
         learners: dict[str, Learner] = {"policy": p.policy} | ({"critic": p.critic} if p.critic else {})
         found = None
         if self.config.resume:
-            found = self.checkpoints.restore({name: learner.abstract_state() for name, learner in learners.items()})
+            abstract = {name: learner.abstract_state() for name, learner in learners.items()}
+            if self.config.reference.refresh_steps:
+                abstract["reference"] = p.reference.abstract_params()
+            found = self.checkpoints.restore(abstract)
             if found is None:
                 log.warning("nothing to resume in %s: starting from the beginning", self.checkpoints.directory)
         if found is None:
@@ -107,9 +115,13 @@ class Run:
         else:
             self.step, states, extra = found
             self.samples, self.seconds, self.before = extra["samples"], extra["seconds"], extra["before"]
-            self.earlier = extra["elapsed"]
+            self.earlier, self.kl_coef = extra["elapsed"], extra["kl_coef"]
+            self.replay = Replay(self.replay.steps, from_text(extra["replay"], p.train_prompts))
             p.stream.restore(extra["stream"])
             log.info("resumed at step %d", self.step)
+        if self.config.reference.refresh_steps:  # it changes, and so is a part of the state
+            states.setdefault("reference", p.reference_params)
+            p.reference_params = None
         p.initial_params = None
         self._open_logs()
         self._commit()
@@ -127,7 +139,8 @@ class Run:
         """Takes note of where the finished steps have led; a checkpoint of an interrupted step goes back to here."""
         self._committed = {
             "samples": self.samples, "seconds": self.seconds, "elapsed": self.elapsed, "before": self.before,
-            "stream": self.parts.stream.state(),
+            "stream": self.parts.stream.state(), "kl_coef": self.kl_coef,
+            "replay": self.replay.batches,
         }  # fmt: skip
 
     @property
@@ -197,7 +210,8 @@ class Run:
         with self.timers("save_checkpoint"):
             step, scores = self.last_eval
             metric = scores.get("accuracy", scores.get("greedy")) if step == self.step else None
-            self.checkpoints.save(self.step, states, self._committed, metric)
+            extra = self._committed | {"replay": to_text(self._committed["replay"])}
+            self.checkpoints.save(self.step, states, extra, metric)
 
     def leave(self, states: dict[str, Any], why: Interrupted) -> dict[str, Any]:
         """Saves an interrupted run."""
@@ -273,10 +287,9 @@ def advantages_of(batch: Batch, sampled: Batch) -> np.ndarray:
     """f32[N, T] for the sequences that were sampled, NaN for those that did not get into the training batch."""
     n, width = sampled.rollout.tokens.shape
     out = np.full((n, width), np.nan, np.float32)
-    for group in np.unique(sampled.rollout.group_ids):
-        rows = batch.rollout.group_ids == group
-        if rows.any():  # groups are kept or dropped whole, in order
-            out[sampled.rollout.group_ids == group] = batch.advantages[rows, :width]
+    taken, rows = np.unique(batch.ids, return_index=True)
+    _, mine, theirs = np.intersect1d(sampled.ids, taken, return_indices=True)
+    out[mine] = batch.advantages[rows[theirs], :width]
     return out
 
 

@@ -13,15 +13,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jrl import config as config_lib
-from jrl.algorithms.advantages import gae, grpo, token_rewards, whiten
+from jrl.algorithms.advantages import token_rewards
 from jrl.algorithms.aggregation import weights
-from jrl.algorithms.kl import kl
-from jrl.build import Parts, build
+from jrl.algorithms.kl import adapted_coef, kl
+from jrl.algorithms.pieces import call, settings
+from jrl.algorithms.samples import overlong_penalty, resample, resampling_weights
+from jrl.arguments import estimate, kept, of_samples
+from jrl.build import Parts, build, copy_params
 from jrl.data import Prompt
+from jrl.losses import finish
 from jrl.plan.auto import resolve
 from jrl.rollout.scheduler import Request
 from jrl.run import Interrupted, Run, run_directory
@@ -36,18 +40,23 @@ class Trainer:
     Args:
       config: from `jrl.config.load` or a config file's `get_config`.
       reward: a function `fn(prompts, completions, **columns) -> float[N]` in place of `config.reward.functions`.
+      advantage, policy_loss, filter: functions in place of those keys of `config.algorithm`, see `jrl.algorithms.pieces`.
       train_data, eval_data: a `datasets.Dataset` or a list of rows in place of `config.data.train` and `.eval`.
 
     Raises:
       UserError: a config that cannot run, before any device work.
     """
 
-    def __init__(self, config, *, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None):
+    def __init__(
+        self, config, *, reward: Callable | None = None, advantage: Callable | None = None, policy_loss: Callable | None = None,
+        filter: Callable | None = None, train_data: Any = None, eval_data: Any = None,
+    ):  # fmt: skip
         config = config_lib.with_python_data(config, train_data is not None, eval_data is not None)
         config_lib.validate(config)
-        self.config = config = resolve(config)
+        pieces = config_lib.choose_pieces(config, advantage=advantage, policy_loss=policy_loss, filter=filter)
+        self.config = config = resolve(config_lib.with_preset(config, pieces))
         run_directory(config.run_dir)  # a mistake there should not wait for the model
-        self.parts: Parts = build(config, reward, train_data, eval_data)
+        self.parts: Parts = build(config, pieces, reward, train_data, eval_data)
         self.run = Run(config, self.parts)
 
     @classmethod
@@ -86,28 +95,42 @@ class Trainer:
 
     def experience(self, states: dict) -> Iterator[Batch]:
         """Training batches of `prompts_per_step` groups, made by whichever weights are published at that moment."""
-        wanted, dynamic = self.config.rollout.prompts_per_step, self.config.algorithm.dynamic_sampling
+        wanted, a, pieces = self.config.rollout.prompts_per_step, self.config.algorithm, self.parts.pieces
         while True:
             self.parts.engine.reset_stats()
-            kept: list[Batch] = []
+            parts: list[Batch] = []
             drawn = groups = 0
-            for _ in range(1 + self.config.algorithm.max_refills * dynamic):
-                prompts = self.parts.stream.next(wanted - groups)
-                with self.run.timers("gen"):
-                    rollout = self.generate(prompts, self.config.rollout.group_size, first_group=drawn)
-                with self.run.timers("reward"):
-                    batch = self.score(prompts, rollout)
+            for _ in range(1 + a.max_refills * a.dynamic_sampling):
+                batch = self.sample(self.parts.stream.next(wanted - groups), first_group=drawn)
                 self.run.record(batch)
-                drawn += len(prompts)
-                rows = informative(batch) if dynamic else np.arange(len(batch))
-                kept += [take(batch, rows)] if len(rows) else []
-                groups = sum(len(np.unique(b.rollout.group_ids)) for b in kept)
+                drawn += wanted - groups
+                arguments = settings(a) | of_samples(batch, self.parts.rewards.weights)
+                rows = kept(pieces.filter, arguments) if a.dynamic_sampling else np.arange(len(batch))
+                parts += [take(batch, rows)] if len(rows) else []
+                groups = sum(len(np.unique(b.rollout.group_ids)) for b in parts)
                 if groups == wanted:
                     break
+            if groups < wanted and a.dynamic_sampling:
+                log.warning("dynamic sampling: %d of %d groups after %d draws", groups, wanted, 1 + a.max_refills)
             # If no group was informative, the last draw is used as it is: advantages of 0, no step for nothing.
-            yield self.advantages(states, concatenate(kept or [batch]))
+            yield self.resampled(states, concatenate(parts or [batch]))
 
     # prompts -> rollout -> rewards -> advantages -----------------------------------------------------------------------
+
+    def sample(self, prompts: list[Prompt], first_group: int) -> Batch:
+        """A group of scored responses to each prompt, and the reward of the greedy one where the advantage asks for it."""
+        first = self.run.samples
+        with self.run.timers("gen"):
+            rollout = self.generate(prompts, self.config.rollout.group_size, first_group=first_group)
+        with self.run.timers("reward"):
+            batch = self.score(prompts, rollout)
+        batch = dataclasses.replace(batch, ids=first + np.arange(len(batch)))
+        if not self.parts.pieces.greedy:
+            return batch
+        with self.run.timers("gen_max"):
+            greedy = self.score(prompts, self.generate(prompts, 1, temperature=0.0))
+        baseline, known = greedy.rewards[rollout.prompt_index], greedy.valid[rollout.prompt_index]
+        return dataclasses.replace(batch, greedy_rewards=baseline, valid=batch.valid & known)
 
     def generate(self, prompts: list[Prompt], samples: int, temperature: float | None = None, first_group: int = 0) -> Rollout:
         """`samples` responses to each prompt, at the training temperature unless told otherwise."""
@@ -136,36 +159,53 @@ class Trainer:
         parts = {name: join(r.parts[name] for r in results) for name in results[0].parts}
         return Batch(rollout, mine, texts, join(r.total for r in results), join(r.valid for r in results), parts)
 
+    def resampled(self, states: dict, batch: Batch) -> Batch:
+        """The batch with its advantages; or as many responses drawn by reward from it and from former ones (PF-PPO)."""
+        a, replay = self.config.algorithm, self.run.replay
+        if a.resample == "none" and not a.replay_steps:
+            return self.advantages(states, batch)
+        everything = self.advantages(states, replay.join(batch))
+        replay.push(batch)
+        groups = everything.rollout.group_ids
+        chances = resampling_weights(everything.rewards, groups, everything.valid, a.resample, a.resample_power)
+        rng = np.random.default_rng((self.config.seed, int(batch.ids[0])))
+        return take(everything, resample(chances, len(batch), rng)) if chances.any() else take(everything, np.arange(len(batch)))
+
     def advantages(self, states: dict, batch: Batch) -> Batch:
-        """Rewards to advantages: relative to the group (GRPO), or estimated over the critic's values (PPO)."""
-        a, p, timers, rollout, mask = self.config.algorithm, self.parts, self.run.timers, batch.rollout, batch.loss_mask
-        old: Any = None
+        """Rewards, less the penalties, to advantages: relative to the group, to a critic's values, or whatever is chosen."""
+        a, p, timers, rollout, mask = self.config.algorithm, self.parts, self.run.timers, batch.rollout, batch.scored_mask
+        old: Any = rollout.logprobs if a.proximal == "rollout" else None
         ref: Any = None
         values: Any = None
-        returns: Any = None
         penalty: Any = None
-        if p.updates_per_step > 1 or a.kl_in == "reward":
+        if old is None and p.old_logprobs:
             with timers("old_log_prob"):
                 old = p.policy.run("logprobs", states["policy"].params, rollout)[0]
         if p.reference is not None:
             with timers("ref"):
-                ref = p.reference.run("logprobs", p.reference_params, rollout)[0]
+                ref = p.reference.run("logprobs", states.get("reference", p.reference_params), rollout)[0]
         if p.critic is not None:
             with timers("values"):
                 values = p.critic.run("values", states["critic"].params, rollout)[0]
         with timers("adv"):
+            arguments = settings(a) | of_samples(batch, p.rewards.weights)
+            arguments |= {"mask": mask, "rollout_logprobs": rollout.logprobs, "greedy_rewards": batch.greedy_rewards}
+            rewards = batch.rewards
+            if a.overlong_penalty:
+                limit = self.config.rollout.max_new_tokens
+                shaping = overlong_penalty(arguments["lens"], limit, a.overlong_buffer, a.overlong_penalty)
+                rewards = rewards + shaping
+                arguments["reward_parts"] = batch.reward_parts | {"overlong": shaping}
+                arguments["reward_weights"] = p.rewards.weights | {"overlong": 1.0}
             if a.kl_in == "reward":
-                penalty = a.kl_coef * kl(old, ref, a.kl_estimator)
-            rewards = token_rewards(batch.rewards, mask, penalty)  # [N, T]
-            if values is not None:
-                raw, returns = gae(rewards, values, mask, a.gamma, a.lam)
-                advantages = whiten(raw, mask)
-            else:
-                each = grpo(rewards.sum(axis=1), rollout.group_ids, batch.valid, a.normalize_std)  # [N]
-                advantages = jnp.where(mask, each[:, None], 0.0)
+                penalty = self.run.kl_coef * kl(old, ref, a.kl_estimator)
+            tokens = token_rewards(rewards, mask, penalty)  # [N, T]
+            penalized = tokens.sum(axis=1)
+            arguments |= {"rewards": penalized, "token_rewards": tokens} | ({} if values is None else {"values": values})
+            advantages, returns = estimate(p.pieces.advantage, arguments)
         return dataclasses.replace(
-            batch, advantages=np.asarray(advantages, np.float32), old_logprobs=old, ref_logprobs=ref, values=values,
-            returns=None if returns is None else np.asarray(returns), penalized=np.asarray(rewards.sum(axis=1)),
+            batch, advantages=advantages, old_logprobs=old, ref_logprobs=ref, values=values, returns=returns,
+            penalized=np.asarray(penalized), unlearned=batch.truncated if a.overlong_filter else None,
         )  # fmt: skip
 
     # update -> publish -------------------------------------------------------------------------------------------------
@@ -173,46 +213,80 @@ class Trainer:
     def update(self, step: int, states: dict, batch: Batch) -> dict[str, float]:
         """Epochs over minibatches of the batch, critic first; replaces the states, which are donated."""
         a, p = self.config.algorithm, self.parts
-        if not (batch.rollout.versions[batch.rollout.loss_mask] == p.engine.version).all():
+        known = [p.engine.version, *self.run.replay.versions]
+        if not np.isin(batch.rollout.versions[batch.rollout.loss_mask], known).all():
             raise RuntimeError(f"step {step}: the batch is of other weights than the published version {p.engine.version}")
         rng = np.random.default_rng((self.config.seed, step))
         p.engine.load(None, -1)  # it may be borrowing the very arrays that the updates donate
         metrics: dict[str, list[float]] = {}
         for _ in range(a.epochs):
             for rows in minibatches(batch.rollout.group_ids, a.minibatches, rng):
-                taught = rows if a.kl_in == "loss" or a.entropy_coef else rows[np.any(batch.advantages[rows] != 0, axis=1)]
-                columns = self.columns(batch, rows, taught)
+                taught = self.taught(batch, rows)
+                columns = self.columns(batch, rows, taught, rng)
                 collect(metrics, "rollout", {"rows_taught": len(taught)})
                 if p.critic is not None:
                     with self.run.timers("update_critic"):
                         states["critic"], new = p.critic.update(states["critic"], batch.rollout, columns["critic"], rows)
                     collect(metrics, "critic", new)
-                if step >= p.policy_delay_steps and len(taught):  # a row of advantage 0 has no gradient: no pass for it
+                if step >= p.policy_delay_steps and len(taught):
                     with self.run.timers("update_actor"):
                         states["policy"], new = p.policy.update(states["policy"], batch.rollout, columns["policy"], taught)
-                    collect(metrics, "actor", new)
+                    collect(metrics, "actor", finish(new))
+        self.steer_kl(step, states, batch, metrics)
         return {name: float(np.mean(values)) for name, values in metrics.items()}
 
-    def columns(self, batch: Batch, rows: np.ndarray, taught: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+    def taught(self, batch: Batch, rows: np.ndarray) -> np.ndarray:
+        """Which of `rows` the policy can learn from: a row of advantage 0 has no gradient, and there is no pass for it."""
+        a = self.config.algorithm
+        if a.kl_in == "loss" or a.entropy_coef or not self.parts.pieces.linear:
+            return rows
+        learns = np.any((batch.advantages != 0) & batch.loss_mask, axis=1)
+        return rows[(learns | (batch.rewards > 0) if a.positive_lm_coef else learns)[rows]]
+
+    def columns(
+        self, batch: Batch, rows: np.ndarray, taught: np.ndarray, rng: np.random.Generator
+    ) -> dict[str, dict[str, np.ndarray]]:
         """What the losses read, by model.
 
         The loss is divided by what the whole minibatch `rows` counts; metrics of the policy are means over the rows `taught`.
         """
-        a, rollout = self.config.algorithm, batch.rollout
+        a, rollout, prepare = self.config.algorithm, batch.rollout, self.parts.pieces.prepare
         mask, shown = np.zeros_like(batch.loss_mask), np.zeros_like(batch.loss_mask)
         mask[rows], shown[taught] = batch.loss_mask[rows], batch.loss_mask[taught]
         share = mask / max(mask.sum(), 1)
+        weight = np.asarray(weights(mask, a.aggregation, max_length=self.config.rollout.max_new_tokens))
         policy = {
             "share": shown / max(shown.sum(), 1),
-            "weight": np.asarray(weights(mask, a.aggregation, max_length=self.config.rollout.max_new_tokens)),
+            "sequence_share": np.asarray(weights(shown, "seq-mean-token-mean")),
+            "weight": weight,
             "advantages": batch.advantages,
             "rollout_logprobs": rollout.logprobs,
             "old_logprobs": batch.old_logprobs,
             "ref_logprobs": batch.ref_logprobs,
         }
+        if prepare is not None:
+            key = jax.random.key(int(rng.integers(2**31)))
+            policy["selected"] = np.asarray(call(prepare, settings(a) | policy | {"mask": mask, "key": key}), np.float32)
+        if a.kl_in == "loss" and a.kl_controller == "adaptive":
+            policy["kl_weight"] = weight * np.float32(self.run.kl_coef)
+        if a.positive_lm_coef:
+            positive = mask & (batch.rewards > 0)[:, None]
+            policy["lm_weight"] = positive / max(positive.sum(), 1)
         critic = {"share": share, "weight": share, "old_values": batch.values, "returns": batch.returns}
         present = lambda columns: {k: v for k, v in columns.items() if v is not None}  # noqa: E731
         return {"policy": present(policy), "critic": present(critic)}
+
+    def steer_kl(self, step: int, states: dict, batch: Batch, metrics: dict[str, list[float]]) -> None:
+        """After the updates of a step: the adaptive weight of the KL, and the reference, which may follow the policy."""
+        a, every = self.config.algorithm, self.config.reference.refresh_steps
+        if a.kl_controller == "adaptive":
+            collect(metrics, "actor", {"kl_coef": self.run.kl_coef})
+            measured = np.asarray(kl(batch.old_logprobs, batch.ref_logprobs, a.kl_estimator))[batch.loss_mask]
+            if measured.size:
+                samples = len(batch)
+                self.run.kl_coef = adapted_coef(self.run.kl_coef, float(measured.mean()), a.kl_target, samples, a.kl_horizon)
+        if every and (step + 1) % every == 0:
+            states["reference"] = copy_params(states["policy"].params, self.parts.reference.param_shardings)
 
     def publish(self, states: dict) -> None:
         """The policy's arrays in the rollout's layout and precision; where both agree these are the same arrays."""
@@ -233,13 +307,6 @@ class Trainer:
             greedy = self.score(p.eval_prompts, self.generate(p.eval_prompts, 1, temperature=0.0))
         self.run.samples = drawn
         return self.run.log_eval(sampled, greedy)
-
-
-def informative(batch: Batch) -> np.ndarray:
-    """Rows of groups whose rewards differ; the others have advantage 0 and teach nothing (DAPO, arXiv:2503.14476)."""
-    groups = batch.rollout.group_ids
-    mixed = [g for g in np.unique(groups) if len(np.unique(batch.rewards[(groups == g) & batch.valid])) > 1]
-    return np.flatnonzero(np.isin(groups, mixed))
 
 
 def minibatches(group_ids: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:

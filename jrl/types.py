@@ -73,12 +73,25 @@ class Batch:
     ref_logprobs: Any = None  # f32[N, T]
     values: Any = None  # f32[N, T], the critic's, before its first update of the step
     returns: Any = None  # f32[N, T]
-    penalized: Any = None  # f32[N], rewards less the KL penalty of the sequence, where that is part of the reward
+    penalized: Any = None  # f32[N], rewards less the penalties, such as a KL in the reward
+    ids: Any = None  # i64[N], the number of each sequence in the run
+    greedy_rewards: Any = None  # f32[N], of the greedy response to the same prompt
+    unlearned: Any = None  # bool[N], sequences that count in every statistic and carry no loss
+
+    @property
+    def scored_mask(self) -> np.ndarray:
+        """bool[N, T]: chosen by the policy, in a sequence whose reward is known."""
+        return self.rollout.loss_mask & self.valid[:, None]
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """bool[N, T]: chosen by the policy, in a sequence whose reward is known."""
-        return self.rollout.loss_mask & self.valid[:, None]
+        """bool[N, T]: the tokens that carry loss."""
+        return self.scored_mask if self.unlearned is None else self.scored_mask & ~self.unlearned[:, None]
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """bool[N]: cut off at the length limit."""
+        return self.rollout.stop_reasons == "length"
 
     def __len__(self) -> int:
         return len(self.rollout)

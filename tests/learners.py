@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from jrl.config import default_config, with_preset
 from jrl.learner import Forward, Learner, make_optimizer
-from jrl.losses import policy_loss
+from jrl.losses import policy_columns, policy_loss
 from jrl.models import decoder
 from jrl.models.load import RANDOM
 from jrl.plan.aot import main_text, topology_devices
-from jrl.plan.programs import POLICY_COLUMNS, abstract_packed
+from jrl.plan.programs import abstract_packed
 from jrl.sharding.layout import Layout
 from jrl.types import Completion, Rollout, make_rollout
 
@@ -24,10 +25,8 @@ OPTIMIZER = ConfigDict(
     {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99,
      "eps": 1e-8, "max_grad_norm": 1.0}
 )  # fmt: skip
-ALGORITHM = ConfigDict(
-    {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "entropy_coef": 0.01, "kl_in": "none", "kl_coef": 0.0,
-     "kl_estimator": "k3", "rollout_is_cap": 0.0}
-)  # fmt: skip
+ALGORITHM = with_preset(default_config()).algorithm
+ALGORITHM.entropy_coef = 0.01
 
 
 def one_device() -> Layout:
@@ -35,12 +34,12 @@ def one_device() -> Layout:
 
 
 def make_learner(layout=None, arch=ARCH, dtype=jnp.float32, remat="full", temperature=TEMPERATURE, logit_chunk=32,
-                 microbatch_tokens=512, **options):  # fmt: skip
+                 microbatch_tokens=512, loss=None, **options):  # fmt: skip
     layout = layout or one_device()
     forward = Forward(arch, layout, dtype, remat, temperature, logit_chunk)
     return Learner(
-        "policy", forward, layout, decoder.Decoder, microbatch_tokens, policy_loss(ALGORITHM), *make_optimizer(OPTIMIZER, 10),
-        **options,
+        "policy", forward, layout, decoder.Decoder, microbatch_tokens, loss or policy_loss(ALGORITHM),
+        *make_optimizer(OPTIMIZER, 10), **options,
     )  # fmt: skip
 
 
@@ -87,7 +86,7 @@ def assert_same_update(a, b, rtol=1e-4):
 
 def compiled(learner, sizes, program="update"):
     """One of an update's programs for microbatches of sizes (P, u, N, t), and its text."""
-    packed = abstract_packed(learner.layout, sizes, POLICY_COLUMNS)
+    packed = abstract_packed(learner.layout, sizes, policy_columns(ALGORITHM))
     jitted, args = learner.abstract_programs(packed)[program]
     with tempfile.TemporaryDirectory() as folder:  # a TPU's executable cannot always give its text back
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}

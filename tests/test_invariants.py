@@ -147,7 +147,7 @@ def test_the_gradient_does_not_depend_on_microbatches_or_devices(rollout, learne
 def test_the_first_update_is_on_policy(rollout, learner, columns):
     old = learner.run("logprobs", make_params(), rollout)[0]
     _, metrics = updated(learner, rollout, columns | {"old_logprobs": old})
-    assert metrics["ratio_deviation"] < 1e-5 and abs(metrics["rollout_corr/kl"]) < 1e-8 and metrics["pg_clipfrac"] == 0
+    assert metrics["ratio_deviation"] < 1e-5 and abs(metrics["rollout_corr/k3_kl"]) < 1e-8 and metrics["pg_clipfrac"] == 0
     _, stale = updated(learner, rollout, columns | {"old_logprobs": old - 0.3 * rollout.loss_mask})
     assert stale["ratio_deviation"] > 0.1 and stale["pg_clipfrac"] > 0
 

@@ -147,7 +147,8 @@ def test_help_lists_every_key_with_default_and_doc(trainer, capsys):
     assert main_lib.main(["--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for key in KEYS.values():
-        assert f"--config.{key.name}={key.default!r} " in out
+        default = "preset" if key.default is None else key.default
+        assert f"--config.{key.name}={default!r} " in out
         assert " ".join(key.doc.split()) in out
     assert trainer.config is None
 

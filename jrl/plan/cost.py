@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jrl.algorithms.pieces import needs_old_logprobs
 from jrl.models.arch import Arch
 from jrl.plan.chips import Chip
 from jrl.plan.plan import Plan
@@ -96,7 +97,7 @@ def step_cost(plan: Plan, arch: Arch, config, chip: Chip) -> StepCost:
     a = config.algorithm
     updates = a.epochs * a.minibatches
     forward, update = (_learner_pass(plan, arch, config, chip, "learner", learns) for learns in (False, True))
-    if updates > 1 or a.kl_in == "reward":
+    if needs_old_logprobs(a):
         phases["old logprobs"] = forward
     if "reference" in plan.meshes:
         phases["reference logprobs"] = _learner_pass(plan, arch, config, chip, "reference", False)

@@ -16,6 +16,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jrl import platform
+from jrl.algorithms.pieces import needs_critic
+from jrl.config import with_preset
 from jrl.errors import UserError
 from jrl.models.arch import Arch
 from jrl.models.unstack import worth_it
@@ -104,6 +106,7 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
     Raises:
       UserError: a mesh that does not fit the number of devices or the model; sequences longer than the model's.
     """
+    config = with_preset(config)
     layouts = _layouts(config, num_devices)
     weights = {}
     for name, layout in layouts.items():
@@ -160,7 +163,7 @@ def _layouts(config, num_devices: int) -> dict[str, Layout]:
     """Of the models that the run has."""
     used = {
         "learner": True, "rollout": True,
-        "critic": config.algorithm.name == "ppo", "reference": config.algorithm.kl_in != "none",
+        "critic": needs_critic(config.algorithm), "reference": config.algorithm.kl_in != "none",
     }  # fmt: skip
     layouts: dict[str, Layout] = {}
     for name in (name for name, wanted in used.items() if wanted):
@@ -187,7 +190,7 @@ def _batch(config, layouts: dict[str, Layout]) -> dict[str, int]:
         "width": width, "num_pages": r.num_pages or slots * width + width + 1,
         "epochs": a.epochs, "minibatches": a.minibatches, "minibatch_prompts": r.prompts_per_step // a.minibatches,
         "minibatch_sequences": minibatch, "updates": config.steps * a.epochs * a.minibatches,
-        "policy_delay_steps": config.critic.policy_delay_steps if a.name == "ppo" else 0,
+        "policy_delay_steps": config.critic.policy_delay_steps if needs_critic(a) else 0,
         "shards": shards, "microbatch_tokens": c.microbatch_tokens, "microbatch_sequences": per_microbatch,
         "microbatches": -(-minibatch // (per_microbatch * shards)),
     }  # fmt: skip

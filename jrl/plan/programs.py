@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from jrl import platform
 from jrl.build import make_critic_learner, make_layouts, make_policy_learner, make_reference_learner
+from jrl.config import choose_pieces, with_preset
 from jrl.learner import Learner
+from jrl.losses import policy_columns
 from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.packing import Packed
@@ -24,7 +26,6 @@ from jrl.rollout.programs import build as build_programs
 from jrl.rollout.weights import int8_arrays
 from jrl.sharding.layout import Layout
 
-POLICY_COLUMNS = ("weight", "share", "advantages", "rollout_logprobs")
 CRITIC_COLUMNS = ("weight", "share", "old_values", "returns")
 
 
@@ -44,7 +45,7 @@ def run_programs(config, arch: Arch, devices: Sequence[jax.Device]) -> tuple[Pla
       config: validated.
       devices: all of the run's, perhaps of a topology (`jax.experimental.topologies`).
     """
-    backend = devices[0].platform
+    config, backend = with_preset(config), devices[0].platform
     layouts = make_layouts(config, devices)
     plan = make_plan(config, arch, len(devices), backend)
     dtype = platform.compute_dtype(config.model.compute_dtype, backend)
@@ -101,14 +102,11 @@ def abstract_packed(layout: Layout, sizes: tuple[int, ...], columns: Sequence[st
 
 
 def _policy_programs(config, arch: Arch, layouts: dict[str, Layout], dtype, plan: Plan) -> Iterator[Program]:
-    policy = make_policy_learner(config, arch, layouts["learner"], dtype)
-    columns = list(POLICY_COLUMNS)
+    policy = make_policy_learner(config, arch, layouts["learner"], dtype, choose_pieces(config).policy_loss)
     if any(name.startswith("policy.logprobs") for name in plan.programs):
-        columns.append("old_logprobs")
         yield _forward("policy", policy, plan, "logprobs")
-    if config.algorithm.kl_in == "loss":
-        columns.append("ref_logprobs")
-    yield from _updates("policy", policy, abstract_packed(policy.layout, longest_pass(plan, "policy.update"), columns))
+    packed = abstract_packed(policy.layout, longest_pass(plan, "policy.update"), policy_columns(config.algorithm))
+    yield from _updates("policy", policy, packed)
 
 
 def _updates(name: str, learner: Learner, packed: Packed) -> Iterator[Program]:

@@ -2,6 +2,7 @@
 
 import math
 
+from jrl.algorithms.pieces import needs_old_logprobs
 from jrl.rollout.backends import Backend
 from jrl.rollout.prefill import longest_chunk, most_prompts, padded_length
 from jrl.rollout.scheduler import OPEN_PREFIXES
@@ -50,7 +51,7 @@ def program_sizes(
         "rollout.copy (pages)": [(n,) for n in _buckets(batch["slots"])] if samples > 1 else [],
         f"policy.update {axes}": passes("learner", batch["minibatch_sequences"]),
     }
-    if a.epochs * a.minibatches > 1 or a.kl_in == "reward":
+    if needs_old_logprobs(a):
         programs[f"policy.logprobs {axes}"] = passes("learner", batch["sequences"])
     if "reference" in layouts:
         programs[f"reference.logprobs {axes}"] = passes("reference", batch["sequences"])

@@ -80,6 +80,11 @@ class RewardManager:
             return cls([(getattr(reward, "__name__", "reward").strip("<>"), reward, 1.0)], section.timeout_s)
         return cls(parse_functions(section.functions), section.timeout_s)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each part in the total."""
+        return {name: weight for name, _, weight in self._functions}
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Makes sure that every function can be called with the data's columns, before anything is sampled for it.
 

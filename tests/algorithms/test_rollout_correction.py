@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from jrl.algorithms.rollout_correction import truncated_importance_weights
+from jrl.config import default_config, with_preset
 from jrl.losses import policy_loss
 
 both = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -49,9 +49,8 @@ def test_no_gradient_flows_and_far_ratios_stay_finite():
 
 def loss_of(cap, logprobs, **columns):
     """(total, gradient by the logprobs, metrics) of the policy loss of one row of tokens."""
-    algorithm = ConfigDict(
-        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "entropy_coef": 0.0, "kl_in": "none", "rollout_is_cap": cap}
-    )
+    algorithm = with_preset(default_config()).algorithm
+    algorithm.rollout_is_cap = cap
     columns = {name: np.float32([[x]]) for name, x in columns.items()}
     packed = type("Packed", (), {"columns": columns})
     forward = type("Forward", (), {"logprobs": lambda self, params, packed: (params, jnp.zeros_like(params))})()

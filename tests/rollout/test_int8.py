@@ -181,7 +181,7 @@ def test_a_run_corrects_for_its_rollout_and_tells_how_far_off_it_is(tmp_path):
     old, rollout = seen["old"][taught], batch.rollout.logprobs[taught]
     ratio = np.exp(old.astype(float) - rollout)
     assert metrics["rollout_corr/logprob_abs_diff"] == pytest.approx(np.abs(old - rollout).mean(), rel=1e-2)
-    assert metrics["rollout_corr/logprob_abs_diff"] > 1e-4 and metrics["rollout_corr/kl"] > 0
-    assert metrics["rollout_corr/kl"] == pytest.approx(float(kl(rollout[None], old[None], "k3").mean()), rel=0.05)
+    assert metrics["rollout_corr/logprob_abs_diff"] > 1e-4 and metrics["rollout_corr/k3_kl"] > 0
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(float(kl(rollout[None], old[None], "k3").mean()), rel=0.05)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(np.minimum(ratio, 1.0).mean(), rel=1e-5)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx((ratio > 1).mean(), abs=0.02)
