@@ -1,14 +1,21 @@
 """Every preset in a whole run of the tiny model, pieces of the user's own, and what the choices do to a run."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from jrl import UserError
+from jrl.algorithms.advantages import grpo
+from jrl.algorithms.kl import adapted_coef, kl
 from jrl.algorithms.presets import PRESETS, preset
-from tests.runs import a_run
+from jrl.replay import Replay, from_text, to_text
+from jrl.sharding.digest import digest
+from tests.runs import a_run, assert_same_runs, lines, trained
 
 SHORT = {"steps": 2, "eval__every_steps": 0, "eval__at_start": False, "checkpoint__every_steps": 0}
-BY_DEFAULT = ("dapo", "vapo", "gspo", "remax")
+BY_DEFAULT = ("dapo", "vapo")
 
 
 def lower_case(prompts, completions, **columns):
@@ -16,19 +23,22 @@ def lower_case(prompts, completions, **columns):
     return [sum("a" <= x <= "z" for x in c) / max(len(c), 1) for c in completions]
 
 
-def a_preset(folder, name, **changes):
-    # Here and there 2e-4 of the tokens would be none; a clip of 3e-4 all of them.
-    more = {"algorithm__cov_fraction": 0.05} if name in ("clip_cov", "kl_cov") else {}
-    more |= {"algorithm__cov_low": 1e-3} if name == "clip_cov" else {}
-    return a_run(folder, "", {"reward": lower_case}, algorithm__name=name, **(SHORT | more | changes))
+def begun(folder, name="grpo", /, options=None, **changes):
+    """A trainer with its first weights published, and its states."""
+    keys = {"algorithm__name": name, "algorithm__minibatches": 1}
+    trainer = a_run(folder, "", {"reward": lower_case} | (options or {}), **(SHORT | keys | changes))
+    states = trainer.run.restore()
+    trainer.publish(states)
+    return trainer, states
 
 
 @pytest.mark.parametrize("name", [x if x in BY_DEFAULT else pytest.param(x, marks=pytest.mark.slow) for x in PRESETS])
 def test_every_preset_trains(tmp_path, name):
-    trainer = a_preset(tmp_path / "run", name, steps=2, learner__learning_rate=1e-3)
-    before = jax.tree.map(np.array, trainer.parts.initial_params)
-    states = trainer.run.restore()
-    trainer.publish(states)
+    # Of so few tokens 2e-4 are none, and covariances above 1 rare.
+    more = {"algorithm__cov_fraction": 0.05} if name in ("clip_cov", "kl_cov") else {}
+    more |= {"algorithm__cov_low": 1e-3} if name == "clip_cov" else {}
+    trainer, states = begun(tmp_path / "run", name, learner__learning_rate=1e-3, algorithm__minibatches=2, **more)
+    before = jax.tree.map(np.array, states["policy"].params)
     batches = trainer.experience(states)
     for step in range(2):
         batch = next(batches)
@@ -40,6 +50,229 @@ def test_every_preset_trains(tmp_path, name):
     assert (states.get("critic") is not None) == (name in ("ppo", "pf_ppo", "vapo"))
     moved = jax.tree.map(lambda a, b: bool(np.any(a != np.asarray(b))), before, states["policy"].params)
     assert all(jax.tree.leaves(moved))
-    chosen = {key: trainer.config.algorithm[key] for key in preset(name)}
-    others = ("cov_fraction", "cov_low")  # set above
-    assert all(chosen[key] == value for key, value in preset(name).items() if key not in others)
+    chosen = {key: trainer.config.algorithm[key] for key in preset(name) if f"algorithm__{key}" not in more}
+    assert chosen.items() <= preset(name).items()
+
+
+# Custom pieces -------------------------------------------------------------------------------------------------------------
+
+MINE = """
+import jax.numpy as jnp
+
+def advantage(rewards, group_ids, lens):
+    return rewards - rewards.mean() + 0.0 * lens
+
+def policy_loss(logprobs, old_logprobs, advantages, clip_high):
+    ratio = jnp.exp(logprobs - old_logprobs)
+    return -jnp.minimum(ratio, 1 + clip_high) * advantages, {"mine": ratio}
+
+def filter(rewards, group_ids, truncated):
+    return rewards > 0
+"""
+
+
+def test_pieces_from_a_users_file_take_the_place_of_any_other(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    where = {f"algorithm__{kind}": f"{tmp_path}/mine.py:{kind}" for kind in ("advantage", "policy_loss", "filter")}
+    settings = {"algorithm__dynamic_sampling": True, "algorithm__max_refills": 0, "steps": 1}
+    trainer = a_run(tmp_path / "run", "", {"reward": lower_case}, **(SHORT | settings | where))
+    trainer.train()
+    rows, told = lines(tmp_path / "run" / "samples.jsonl"), trained(tmp_path / "run")[0]
+    kept = [r for r in rows if r["reward"] > 0]
+    assert 0 < len(kept) < len(rows) == 16  # parts of groups stay, and each is told apart
+    mean = np.mean([r["reward"] for r in kept])
+    for row in rows:
+        expected = row["reward"] - mean if row["reward"] > 0 else None
+        assert row["advantage"] == (None if expected is None else pytest.approx(expected, abs=1e-4))
+    assert told["actor/mine"] == pytest.approx(1, abs=1e-3) and told["actor/grad_norm"] > 0 and "actor/pg_clipfrac" not in told
+
+
+def test_python_functions_and_what_they_must_return(tmp_path):
+    calls = []
+
+    def advantage(rewards, valid, *, gamma):
+        calls.append(gamma)
+        return rewards if len(calls) > 1 else rewards[:3]
+
+    options = {"advantage": advantage, "filter": lambda rewards: rewards.tolist()}
+    trainer, states = begun(tmp_path / "run", "grpo", options, algorithm__dynamic_sampling=True)
+    with pytest.raises(UserError, match=r"filter <lambda> returns float64\[16\]; return bool\[16\]"):
+        next(trainer.experience(states))
+    keep = dataclasses.replace(trainer.parts.pieces, filter=lambda rewards: rewards >= 0)
+    trainer.parts.pieces = keep
+    with pytest.raises(UserError, match=r"advantage advantage returns shape \[3\]; return \[N\] or \[N, T\]"):
+        next(trainer.experience(states))
+    batch = next(trainer.experience(states))
+    np.testing.assert_allclose(batch.advantages.max(axis=1), batch.rewards) and calls == [1.0, 1.0]
+    trainer.parts.pieces = dataclasses.replace(keep, advantage=lambda rewards: (rewards, rewards))
+    with pytest.raises(UserError, match="return the advantages alone"):
+        next(trainer.experience(states))
+
+
+# What the choices do ------------------------------------------------------------------------------------------------------
+
+
+def test_remax_compares_with_the_greedy_response(tmp_path):
+    trainer, states = begun(tmp_path / "run", "remax")
+    batch = next(trainer.experience(states))
+    prompts = [batch.prompts[np.flatnonzero(batch.rollout.group_ids == g)[0]] for g in range(4)]
+    greedy = trainer.score(prompts, trainer.generate(prompts, 1, temperature=0.0))
+    np.testing.assert_array_equal(batch.greedy_rewards, greedy.rewards[batch.rollout.group_ids])
+    each = batch.rewards - batch.greedy_rewards
+    np.testing.assert_allclose(batch.advantages, np.where(batch.loss_mask, each[:, None], 0), atol=1e-6)
+    assert np.ptp(batch.rewards) > 0 and len(lines_written(trainer)) == 16  # the greedy ones are no samples of the run
+    broken = dataclasses.replace(greedy, valid=np.array([True, False, True, True]))
+    scored = trainer.score
+    trainer.score = lambda p, r: broken if len(r) == 4 else scored(p, r)
+    batch = next(trainer.experience(states))
+    assert batch.valid.tolist() == [g != 1 for g in batch.rollout.group_ids]  # no baseline, no loss
+
+
+def lines_written(trainer):
+    return [row for batch in trainer.run._sampled for row in range(len(batch))]
+
+
+def test_overlong_responses_lose_reward_or_their_loss(tmp_path):
+    settings = {"algorithm__overlong_penalty": 2.0, "algorithm__overlong_buffer": 0.25, "algorithm__overlong_filter": True}
+    trainer, states = begun(tmp_path / "run", "grpo", None, rollout__group_size=8, **settings)
+    batch = next(trainer.experience(states))
+    lens = batch.rollout.response_lens
+    penalty = np.minimum(-(lens - 12) / 4 * 2.0, 0)
+    np.testing.assert_allclose(batch.penalized, batch.rewards + penalty, rtol=1e-5)
+    assert len(set(lens.tolist())) > 1 and batch.truncated.any() and not batch.truncated.all()
+    # They count in the group's statistics, and their own tokens carry no loss.
+    expected = np.asarray(grpo(batch.penalized, batch.rollout.group_ids, batch.valid))
+    np.testing.assert_allclose(batch.advantages.sum(axis=1) / lens, expected, atol=1e-4)
+    assert not batch.loss_mask[batch.truncated].any() and batch.loss_mask[~batch.truncated].any(axis=1).all()
+    rows = np.arange(len(batch))
+    taught = trainer.taught(batch, rows)
+    columns = trainer.columns(batch, rows, taught, np.random.default_rng(0))["policy"]
+    assert not set(taught) & set(np.flatnonzero(batch.truncated))
+    assert columns["weight"].sum() == pytest.approx(1) and not columns["weight"][batch.truncated].any()
+
+
+def test_positive_examples_have_a_language_model_loss(tmp_path):
+    trainer, states = begun(tmp_path / "run", "grpo", None, algorithm__positive_lm_coef=0.5)
+    batch = next(trainer.experience(states))
+    flat = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
+    rows = np.arange(len(batch))
+    assert trainer.taught(flat, rows).tolist() == np.flatnonzero(batch.rewards > 0).tolist() != []
+    columns = trainer.columns(flat, rows, trainer.taught(flat, rows), np.random.default_rng(0))["policy"]
+    positive = batch.loss_mask & (batch.rewards > 0)[:, None]
+    np.testing.assert_allclose(columns["lm_weight"], positive / positive.sum())
+    metrics = trainer.update(0, states, flat)
+    expected = -batch.rollout.logprobs[positive].mean()
+    assert metrics["actor/positive_lm_loss"] == pytest.approx(expected, rel=1e-3) and metrics["actor/grad_norm"] > 0
+
+
+def test_the_rollout_itself_may_be_the_policy_that_ratios_are_to(tmp_path):
+    trainer, states = begun(tmp_path / "run", "grpo", None, algorithm__proximal="rollout", algorithm__minibatches=2)
+    trainer.parts.policy.run = None  # no pass for old logprobs
+    batch = next(trainer.experience(states))
+    np.testing.assert_array_equal(batch.old_logprobs, batch.rollout.logprobs)
+    stale = batch.rollout.logprobs - 0.3 * batch.loss_mask
+    batch = dataclasses.replace(batch, old_logprobs=stale, rollout=dataclasses.replace(batch.rollout, logprobs=stale))
+    metrics = trainer.update(0, states, batch)
+    assert metrics["actor/ratio_deviation"] > 0.2
+    assert metrics["rollout_corr/kl"] == pytest.approx(-0.3, abs=0.05)  # of the learner, not of itself
+
+
+# State that a run carries along ---------------------------------------------------------------------------------------------
+
+STEERED = {
+    "algorithm__kl_in": "reward", "algorithm__kl_coef": 0.1, "algorithm__kl_estimator": "k1", "algorithm__kl_target": 1e-3,
+    "algorithm__kl_controller": "adaptive", "algorithm__kl_horizon": 100, "reference__refresh_steps": 2,
+    "learner__learning_rate": 3e-3, "eval__every_steps": 0, "eval__at_start": False,
+}  # fmt: skip
+
+
+def test_the_weight_of_the_kl_and_the_reference_change_as_they_should(tmp_path):
+    trainer, states = begun(tmp_path / "run", "grpo", None, **STEERED)
+    batches, first = trainer.experience(states), digest(states["policy"].params)
+    coef = 0.1
+    for step in range(3):
+        batch = next(batches)
+        assert trainer.run.kl_coef == pytest.approx(coef)
+        metrics = trainer.update(step, states, batch)
+        assert metrics["actor/kl_coef"] == pytest.approx(coef)
+        measured = np.asarray(kl(batch.old_logprobs, batch.ref_logprobs, "k1"))[batch.loss_mask].mean()
+        coef = adapted_coef(coef, measured, 1e-3, len(batch), 100)
+        now = digest(states["policy"].params)
+        if step == 0:
+            assert digest(states["reference"]) == first != now and abs(measured) < 1e-5  # nothing has been learned yet
+        if step == 1:
+            assert digest(states["reference"]) == now and measured > 1e-3
+            assert states["reference"] is not states["policy"].params
+        if step == 2:
+            assert abs(measured) < 1e-5 and digest(states["reference"]) != now
+        trainer.publish(states)
+    assert coef != 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["steered", "pf_ppo", "remax"])
+def test_a_resumed_run_is_the_unbroken_one(tmp_path, kind):
+    replay = {"algorithm__replay_steps": 2, "algorithm__rollout_is_cap": 2.0, "learner__learning_rate": 3e-3}
+    named = {name: replay | {"algorithm__name": name} for name in ("pf_ppo", "remax")}
+    settings = ({"steered": STEERED} | named)[kind] | {"eval__every_steps": 0, "eval__at_start": False}
+    option = {"reward": lower_case}
+    a_run(tmp_path / "whole", "", option, **settings).train()
+    a_run(tmp_path / "parts", "", option, **(settings | {"steps": 3})).train()
+    a_run(tmp_path / "parts", "", option, resume=True, **settings).train()
+    assert_same_runs(tmp_path / "parts", tmp_path / "whole", 4)
+    told = trained(tmp_path / "whole")
+    assert len({m["actor/kl_coef"] for m in told}) == 4 if kind == "steered" else told[-1]["rollout_corr/logprob_abs_diff"] > 1e-3
+
+
+@pytest.mark.slow
+def test_former_responses_are_drawn_with_the_logprobs_they_were_sampled_with(tmp_path):
+    replay = {"algorithm__replay_steps": 1, "algorithm__rollout_is_cap": 2.0, "learner__learning_rate": 3e-3}
+    trainer, states = begun(tmp_path / "run", "pf_ppo", None, algorithm__resample="none", **replay)
+    batches, seen = trainer.experience(states), {}
+    for step in range(3):
+        batch = next(batches)
+        new = trainer.run.replay.batches[-1]
+        seen |= {int(i): new.rollout.logprobs[n] for n, i in enumerate(new.ids)}
+        assert len(batch) == 16 and len(trainer.run.replay.batches) == 1
+        ages = set((batch.ids // 16).tolist())
+        assert ages <= {step, step - 1} and len(ages) == 1 + (step > 0)
+        for row, i in enumerate(batch.ids):
+            begin, end = batch.rollout.prompt_lens[row], batch.rollout.lens[row]
+            np.testing.assert_array_equal(batch.rollout.logprobs[row, begin:end], seen[int(i)][begin:end])
+        former = batch.loss_mask & (batch.ids // 16 < step)[:, None]
+        gap = np.abs(trainer.parts.policy.run("logprobs", states["policy"].params, batch.rollout)[0] - batch.rollout.logprobs)
+        assert gap[batch.loss_mask & ~former].max() < 1e-4 and (step == 0 or gap[former].max() > 1e-3)
+        trainer.update(step, states, batch)
+        trainer.publish(states)
+    trainer.run.replay.versions = []
+    with pytest.raises(RuntimeError, match="other weights"):
+        trainer.update(3, states, batch)
+
+
+def test_a_replay_keeps_the_latest_steps_and_survives_being_written(tmp_path):
+    trainer, _ = begun(tmp_path / "run", "grpo")
+    first, second, third = (
+        dataclasses.replace(trainer.sample(trainer.parts.stream.next(4), first_group=7), greedy_rewards=np.ones(16, np.float32))
+        for _ in range(3)
+    )
+    replay = Replay(2)
+    for batch in (first, second, third):
+        replay.push(batch)
+    assert replay.batches == (second, third)
+    joined = replay.join(first)
+    assert joined.ids.tolist() == [*first.ids, *second.ids, *third.ids]
+    assert (
+        len(np.unique(joined.rollout.group_ids)) == 12
+        and joined.rollout.group_ids[:16].tolist() == first.rollout.group_ids.tolist()
+    )
+    again = from_text(to_text(replay.batches), trainer.parts.train_prompts)
+    for a, b in zip(again, replay.batches, strict=True):
+        for name in ("tokens", "logprobs", "loss_mask", "versions", "stop_reasons", "group_ids", "lens"):
+            x, y = getattr(a.rollout, name), getattr(b.rollout, name)
+            assert x.dtype == y.dtype and (x == y).all()
+        assert [p.uid for p in a.prompts] == [p.uid for p in b.prompts] and a.texts.tolist() == b.texts.tolist()
+        assert (a.rewards == b.rewards).all() and a.reward_parts.keys() == b.reward_parts.keys() and (a.ids == b.ids).all()
+        assert (a.greedy_rewards == 1).all() and a.advantages is None
+    nothing = Replay(0)
+    nothing.push(first)
+    assert nothing.batches == ()

@@ -204,24 +204,25 @@ def _check_wants(kind: str, fn: Callable, algorithm: Mapping[str, Any]) -> None:
         raise UserError(f"{kind} {_called(fn)}: nobody knows its {', '.join(strange)}; there are {there}, and algorithm's keys")
 
 
-# Choices that the trainer makes itself, each with the choice without which it is idle.
-_TRAINERS: dict[str, str] = {
-    "advantage": "", "policy_loss": "", "aggregation": "", "dynamic_sampling": "", "filter": "dynamic_sampling",
-    "max_refills": "dynamic_sampling", "overlong_penalty": "", "overlong_buffer": "overlong_penalty", "overlong_filter": "",
-    "positive_lm_coef": "", "resample": "", "resample_power": "", "replay_steps": "",
+# Choices that the trainer makes itself, some of them idle unless another one is as it says.
+_TRAINERS: dict[str, tuple[str, Callable[[Any], bool]] | None] = {
+    "advantage": None, "policy_loss": None, "aggregation": None, "dynamic_sampling": None, "filter": ("dynamic_sampling", bool),
+    "max_refills": ("dynamic_sampling", bool), "overlong_penalty": None, "overlong_buffer": ("overlong_penalty", bool),
+    "overlong_filter": None, "positive_lm_coef": None, "resample": None, "replay_steps": None,
+    "resample_power": ("resample", lambda method: method == "power"),
 }  # fmt: skip
 
 
 def _check_read(algorithm: Mapping[str, Any], functions: list[Callable]) -> None:
     """A choice that differs from the preset's and that nothing reads is a mistake."""
     read = {name for fn in functions for name in wanted(fn)}
+    pair = ", ".join(f"{kind}={algorithm[kind]}" for kind in ("advantage", "policy_loss"))
     for name, chosen in preset(algorithm["name"]).items():
-        if name in read or algorithm[name] == chosen:
-            continue
-        where = ", ".join(f"{kind}={algorithm[kind]}" for kind in ("advantage", "policy_loss"))
-        if name in _TRAINERS:
-            needs = _TRAINERS[name]
-            if not needs or algorithm[needs]:
-                continue
-            where = f"{needs}={algorithm[needs]}"
-        raise UserError(f"config.algorithm.{name}={algorithm[name]!r}: has no effect with {where}; leave it out")
+        where, other = pair, _TRAINERS.get(name)
+        if other:
+            where = f"{other[0]}={algorithm[other[0]]}"
+        idle = not other[1](algorithm[other[0]]) if other else name not in read and name not in _TRAINERS
+        if idle and algorithm[name] != chosen:
+            raise UserError(f"config.algorithm.{name}={algorithm[name]!r}: has no effect with {where}; leave it out")
+    if algorithm["proximal"] != "learner" and "old_logprobs" not in read:
+        raise UserError(f"config.algorithm.proximal={algorithm['proximal']!r}: has no effect with {pair}, which has no ratio")

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.algorithms.kl import ESTIMATORS, kl
+from jrl.algorithms.kl import ESTIMATORS, adapted_coef, kl
 from jrl.errors import UserError
 
 both = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 
+PLAIN, STRAIGHT = ("k1", "abs", "k2", "k3"), ("k1+", "abs+", "k3+")
 FORMULA = {
     "k1": lambda d: d,
     "abs": abs,
@@ -24,7 +25,7 @@ def test_values(compiled, name):
     rng = np.random.default_rng(0)
     p, q = (-rng.exponential(size=(3, 8)).astype(np.float32) for _ in range(2))
     fn = jax.jit(kl, static_argnums=2) if compiled else kl
-    expected = np.vectorize(FORMULA[name])(p.astype(float) - q)
+    expected = np.vectorize(FORMULA[name.removesuffix("+")])(p.astype(float) - q)
     np.testing.assert_allclose(fn(p, q, name), expected, rtol=1e-4, atol=1e-6)
 
 
@@ -69,7 +70,10 @@ REVERSED = gradient(lambda p: np.sum(Q * np.log(Q / p)))  # of KL(q || p)
 VARIATION = gradient(lambda p: np.sum(np.abs(p - Q)))
 
 
-@pytest.mark.parametrize("name, expected", [("k1", np.zeros(8)), ("abs", VARIATION), ("k2", FORWARD), ("k3", REVERSED)])
+@pytest.mark.parametrize(
+    "name, expected",
+    [("k1", np.zeros(8)), ("abs", VARIATION), ("k2", FORWARD), ("k3", REVERSED), *((name, FORWARD) for name in STRAIGHT)],
+)
 def test_gradient_in_the_loss_is_what_the_documentation_says(name, expected):
     got = mean_gradient(name)
     np.testing.assert_allclose(got, expected, atol=2e-5)
@@ -82,7 +86,7 @@ def test_k1_and_k3_are_unbiased_and_k2_is_not():
     p = softmax(THETA)
     truth = np.sum(p * np.log(p / Q))
     log_p, log_q = np.log(p)[None].astype(np.float32), np.log(Q)[None].astype(np.float32)
-    mean = {name: float(np.sum(p * np.asarray(kl(log_p, log_q, name))[0])) for name in ESTIMATORS}
+    mean = {name: float(np.sum(p * np.asarray(kl(log_p, log_q, name))[0])) for name in PLAIN}
     np.testing.assert_allclose([mean["k1"], mean["k3"]], truth, atol=1e-6)
     assert abs(mean["k2"] - truth) > 1e-3 and abs(mean["abs"] - truth) > 1e-3  # far beyond the tolerance above
 
@@ -110,9 +114,34 @@ def test_the_reference_is_a_constant():
     assert np.all(to_policy) and not np.any(to_reference)
 
 
+def test_every_form_is_a_config_value_and_the_other_way_round():
+    from jrl.config_keys import KEYS
+
+    assert set(ESTIMATORS) == {*PLAIN, *STRAIGHT}
+    assert all(KEYS["algorithm.kl_estimator"].rule.holds(name) for name in ESTIMATORS)
+    assert not KEYS["algorithm.kl_estimator"].rule.holds("k2+")
+
+
+def test_the_adaptive_controller_by_hand():
+    # Twice the target: the error 1 is clipped to 0.2; 100 samples of a horizon of 1000: 2 % more. A tenth above: 1 % more.
+    assert adapted_coef(0.5, 0.2, 0.1, 100, 1000) == pytest.approx(0.5 * 1.02)
+    assert adapted_coef(0.5, 0.11, 0.1, 100, 1000) == pytest.approx(0.5 * 1.01)
+    assert adapted_coef(0.5, 0.1, 0.1, 100, 1000) == 0.5
+    assert adapted_coef(0.5, 0.0, 0.1, 100, 1000) == pytest.approx(0.5 * 0.98)
+
+
+@pytest.mark.parametrize("gain", [0.5, 5.0])
+def test_the_adaptive_controller_finds_the_weight_that_keeps_the_target(gain):
+    """A policy whose KL falls with its weight, as gain / weight, ends at the target from either side."""
+    coef = 1.0
+    for _ in range(3000):
+        coef = adapted_coef(coef, gain / coef, 2.0, 64, 1000)
+    assert gain / coef == pytest.approx(2.0, rel=1e-3)
+
+
 def test_bad_arguments():
     x = np.zeros((2, 3))
-    with pytest.raises(UserError, match="kl_estimator 'k4' is not known; use one of k1, abs, k2, k3"):
+    with pytest.raises(UserError, match="kl_estimator 'k4' is not known; use one of k1, abs, k2, k3, "):
         kl(x, x, "k4")
     with pytest.raises(ValueError, match="^ref_logprobs has shape"):
         kl(x, np.zeros((2, 1)), "k1")
