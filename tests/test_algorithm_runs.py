@@ -1,18 +1,24 @@
 """Every preset in a whole run of the tiny model, pieces of the user's own, and what the choices do to a run."""
 
+import contextlib
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
 
 from jrl import UserError
-from jrl.algorithms.advantages import grpo
+from jrl.algorithms.advantages import grpo, remax
 from jrl.algorithms.kl import adapted_coef, kl
+from jrl.algorithms.pieces import needs_old_logprobs
 from jrl.algorithms.presets import PRESETS, preset
+from jrl.config import choose_pieces, load
+from jrl.losses import policy_columns
+from jrl.plan import make_plan
 from jrl.replay import Replay, from_text, to_text
 from jrl.sharding.digest import digest
-from tests.runs import a_run, assert_same_runs, lines, trained
+from tests.runs import TINY, a_run, assert_same_runs, lines, trained
 
 SHORT = {"steps": 2, "eval__every_steps": 0, "eval__at_start": False, "checkpoint__every_steps": 0}
 BY_DEFAULT = ("dapo", "vapo")
@@ -32,12 +38,33 @@ def begun(folder, name="grpo", /, options=None, **changes):
     return trainer, states
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One trainer of the default algorithm, for tests that make batches and leave its weights alone; and its states."""
+    return begun(tmp_path_factory.mktemp("shared") / "run")
+
+
+@contextlib.contextmanager
+def choosing(trainer, pieces=None, **algorithm):
+    """The trainer with other choices and pieces for a while."""
+    section, before = trainer.config.algorithm, trainer.config.algorithm.to_dict()
+    old_pieces = trainer.parts.pieces
+    trainer.parts.pieces = dataclasses.replace(old_pieces, **(pieces or {}))
+    section.update(algorithm)
+    try:
+        yield trainer
+    finally:
+        section.update(before)
+        trainer.parts.pieces = old_pieces
+
+
 @pytest.mark.parametrize("name", [x if x in BY_DEFAULT else pytest.param(x, marks=pytest.mark.slow) for x in PRESETS])
 def test_every_preset_trains(tmp_path, name):
     # Of so few tokens 2e-4 are none, and covariances above 1 rare.
     more = {"algorithm__cov_fraction": 0.05} if name in ("clip_cov", "kl_cov") else {}
     more |= {"algorithm__cov_low": 1e-3} if name == "clip_cov" else {}
-    trainer, states = begun(tmp_path / "run", name, learner__learning_rate=1e-3, algorithm__minibatches=2, **more)
+    minibatches = 1 if name in BY_DEFAULT else 2
+    trainer, states = begun(tmp_path / "run", name, learner__learning_rate=1e-3, algorithm__minibatches=minibatches, **more)
     before = jax.tree.map(np.array, states["policy"].params)
     batches = trainer.experience(states)
     for step in range(2):
@@ -46,7 +73,7 @@ def test_every_preset_trains(tmp_path, name):
         trainer.publish(states)
         assert all(np.isfinite(v) for v in metrics.values()), metrics
         assert metrics["actor/grad_norm"] > 0 and np.any(batch.advantages[batch.loss_mask])
-    assert int(states["policy"].step) == 4 and int(states["policy"].skipped) == 0
+    assert int(states["policy"].step) == 2 * minibatches and int(states["policy"].skipped) == 0
     assert (states.get("critic") is not None) == (name in ("ppo", "pf_ppo", "vapo"))
     moved = jax.tree.map(lambda a, b: bool(np.any(a != np.asarray(b))), before, states["policy"].params)
     assert all(jax.tree.leaves(moved))
@@ -87,44 +114,68 @@ def test_pieces_from_a_users_file_take_the_place_of_any_other(tmp_path):
     assert told["actor/mine"] == pytest.approx(1, abs=1e-3) and told["actor/grad_norm"] > 0 and "actor/pg_clipfrac" not in told
 
 
-def test_python_functions_and_what_they_must_return(tmp_path):
+def test_python_functions_and_what_they_must_return(shared):
+    trainer, states = shared
     calls = []
 
     def advantage(rewards, valid, *, gamma):
         calls.append(gamma)
         return rewards if len(calls) > 1 else rewards[:3]
 
-    options = {"advantage": advantage, "filter": lambda rewards: rewards.tolist()}
-    trainer, states = begun(tmp_path / "run", "grpo", options, algorithm__dynamic_sampling=True)
+    def draw(advantage, filter):
+        with choosing(trainer, {"advantage": advantage, "filter": filter}, dynamic_sampling=True):
+            return next(trainer.experience(states))
+
     with pytest.raises(UserError, match=r"filter <lambda> returns float64\[16\]; return bool\[16\]"):
-        next(trainer.experience(states))
-    keep = dataclasses.replace(trainer.parts.pieces, filter=lambda rewards: rewards >= 0)
-    trainer.parts.pieces = keep
+        draw(advantage, lambda rewards: rewards.tolist())
     with pytest.raises(UserError, match=r"advantage advantage returns shape \[3\]; return \[N\] or \[N, T\]"):
-        next(trainer.experience(states))
-    batch = next(trainer.experience(states))
-    np.testing.assert_allclose(batch.advantages.max(axis=1), batch.rewards) and calls == [1.0, 1.0]
-    trainer.parts.pieces = dataclasses.replace(keep, advantage=lambda rewards: (rewards, rewards))
+        draw(advantage, lambda rewards: rewards >= 0)
+    batch = draw(advantage, lambda rewards: rewards >= 0)
+    np.testing.assert_allclose(batch.advantages.max(axis=1), batch.rewards)
+    assert calls == [1.0, 1.0]
     with pytest.raises(UserError, match="return the advantages alone"):
-        next(trainer.experience(states))
+        draw(lambda rewards: (rewards, rewards), lambda rewards: rewards >= 0)
+
+
+def test_functions_given_to_the_trainer_are_used_and_recorded(tmp_path):
+    def advantage(token_rewards, values, mask):
+        return token_rewards * mask, values
+
+    def policy_loss(logprobs, advantages):
+        return -logprobs * advantages
+
+    trainer, states = begun(tmp_path / "run", "grpo", {"advantage": advantage, "policy_loss": policy_loss})
+    assert trainer.parts.pieces.advantage is advantage and trainer.parts.critic is not None and not trainer.parts.pieces.linear
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert recorded["algorithm.advantage"] == "python with a critic" and recorded["algorithm.policy_loss"] == "python"
+    assert recorded["algorithm.filter"] == "informative" and recorded["algorithm.clip_high"] == 0.2
+    batch = next(trainer.experience(states))
+    np.testing.assert_array_equal(batch.returns, batch.values)
+    assert make_plan(trainer.config, trainer.parts.arch, 8).meshes.keys() == {"learner", "rollout", "critic"}
 
 
 # What the choices do ------------------------------------------------------------------------------------------------------
 
 
-def test_remax_compares_with_the_greedy_response(tmp_path):
-    trainer, states = begun(tmp_path / "run", "remax")
+def test_remax_compares_with_the_greedy_response(shared):
+    with choosing(shared[0], {"advantage": remax}) as trainer:
+        compare_with_greedy(trainer, shared[1])
+
+
+def compare_with_greedy(trainer, states):
+    drawn = len(lines_written(trainer))
     batch = next(trainer.experience(states))
     prompts = [batch.prompts[np.flatnonzero(batch.rollout.group_ids == g)[0]] for g in range(4)]
     greedy = trainer.score(prompts, trainer.generate(prompts, 1, temperature=0.0))
     np.testing.assert_array_equal(batch.greedy_rewards, greedy.rewards[batch.rollout.group_ids])
     each = batch.rewards - batch.greedy_rewards
     np.testing.assert_allclose(batch.advantages, np.where(batch.loss_mask, each[:, None], 0), atol=1e-6)
-    assert np.ptp(batch.rewards) > 0 and len(lines_written(trainer)) == 16  # the greedy ones are no samples of the run
+    assert np.ptp(batch.rewards) > 0 and len(lines_written(trainer)) == drawn + 16  # the greedy ones are no samples of the run
     broken = dataclasses.replace(greedy, valid=np.array([True, False, True, True]))
     scored = trainer.score
     trainer.score = lambda p, r: broken if len(r) == 4 else scored(p, r)
     batch = next(trainer.experience(states))
+    del trainer.score
     assert batch.valid.tolist() == [g != 1 for g in batch.rollout.group_ids]  # no baseline, no loss
 
 
@@ -132,10 +183,11 @@ def lines_written(trainer):
     return [row for batch in trainer.run._sampled for row in range(len(batch))]
 
 
-def test_overlong_responses_lose_reward_or_their_loss(tmp_path):
-    settings = {"algorithm__overlong_penalty": 2.0, "algorithm__overlong_buffer": 0.25, "algorithm__overlong_filter": True}
-    trainer, states = begun(tmp_path / "run", "grpo", None, rollout__group_size=8, **settings)
-    batch = next(trainer.experience(states))
+def test_overlong_responses_lose_reward_or_their_loss(shared):
+    trainer, states = shared
+    with choosing(trainer, overlong_penalty=2.0, overlong_buffer=0.25, overlong_filter=True):
+        batches = trainer.experience(states)  # until there is a response that ended early: about one in five does
+        batch = next(b for b in batches if len(set(b.rollout.response_lens[~b.truncated].tolist()) | {16}) > 1)
     lens = batch.rollout.response_lens
     penalty = np.minimum(-(lens - 12) / 4 * 2.0, 0)
     np.testing.assert_allclose(batch.penalized, batch.rewards + penalty, rtol=1e-5)
@@ -151,8 +203,18 @@ def test_overlong_responses_lose_reward_or_their_loss(tmp_path):
     assert columns["weight"].sum() == pytest.approx(1) and not columns["weight"][batch.truncated].any()
 
 
+@pytest.mark.slow
 def test_positive_examples_have_a_language_model_loss(tmp_path):
     trainer, states = begun(tmp_path / "run", "grpo", None, algorithm__positive_lm_coef=0.5)
+    flat = positive_columns(trainer, states)
+    positive = flat.loss_mask & (flat.rewards > 0)[:, None]
+    batch, metrics = flat, trainer.update(0, states, flat)
+    expected = -batch.rollout.logprobs[positive].mean()
+    assert metrics["actor/positive_lm_loss"] == pytest.approx(expected, rel=1e-3) and metrics["actor/grad_norm"] > 0
+
+
+def positive_columns(trainer, states):
+    """A batch without advantages, of which the positive examples are taught all the same."""
     batch = next(trainer.experience(states))
     flat = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
     rows = np.arange(len(batch))
@@ -160,11 +222,33 @@ def test_positive_examples_have_a_language_model_loss(tmp_path):
     columns = trainer.columns(flat, rows, trainer.taught(flat, rows), np.random.default_rng(0))["policy"]
     positive = batch.loss_mask & (batch.rewards > 0)[:, None]
     np.testing.assert_allclose(columns["lm_weight"], positive / positive.sum())
-    metrics = trainer.update(0, states, flat)
-    expected = -batch.rollout.logprobs[positive].mean()
-    assert metrics["actor/positive_lm_loss"] == pytest.approx(expected, rel=1e-3) and metrics["actor/grad_norm"] > 0
+    return flat
 
 
+CHOICES = [
+    {}, {"positive_lm_coef": 0.1}, {"minibatches": 2}, {"proximal": "rollout"}, {"kl_in": "reward", "kl_coef": 0.1},
+    {"kl_in": "loss", "kl_coef": 0.1, "kl_controller": "adaptive"}, {"policy_loss": "kl_cov"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=lambda c: "-".join(c) or "none")
+def test_a_microbatch_has_the_columns_that_the_planner_compiles_for(shared, choices):
+    trainer, states = shared
+    names = choose_pieces(load(TINY, {f"algorithm.{k}": v for k, v in choices.items()}))
+    with choosing(trainer, {"prepare": names.prepare}, **choices):
+        if choices.get("positive_lm_coef"):
+            positive_columns(trainer, states)
+        trainer.parts.old_logprobs, before = needs_old_logprobs(trainer.config.algorithm), trainer.parts.old_logprobs
+        reference = trainer.parts.policy if "kl_in" in choices else None
+        trainer.parts.reference, trainer.parts.reference_params = reference, states["policy"].params
+        batch = next(trainer.experience(states))
+        columns = trainer.columns(batch, np.arange(16), np.arange(16), np.random.default_rng(0))["policy"]
+        assert set(columns) == set(policy_columns(trainer.config.algorithm))
+        assert all(x.shape == batch.rollout.tokens.shape for x in columns.values())
+        trainer.parts.old_logprobs, trainer.parts.reference = before, None
+
+
+@pytest.mark.slow
 def test_the_rollout_itself_may_be_the_policy_that_ratios_are_to(tmp_path):
     trainer, states = begun(tmp_path / "run", "grpo", None, algorithm__proximal="rollout", algorithm__minibatches=2)
     trainer.parts.policy.run = None  # no pass for old logprobs
@@ -186,6 +270,7 @@ STEERED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_weight_of_the_kl_and_the_reference_change_as_they_should(tmp_path):
     trainer, states = begun(tmp_path / "run", "grpo", None, **STEERED)
     batches, first = trainer.experience(states), digest(states["policy"].params)
@@ -249,8 +334,8 @@ def test_former_responses_are_drawn_with_the_logprobs_they_were_sampled_with(tmp
         trainer.update(3, states, batch)
 
 
-def test_a_replay_keeps_the_latest_steps_and_survives_being_written(tmp_path):
-    trainer, _ = begun(tmp_path / "run", "grpo")
+def test_a_replay_keeps_the_latest_steps_and_survives_being_written(shared):
+    trainer, _ = shared
     first, second, third = (
         dataclasses.replace(trainer.sample(trainer.parts.stream.next(4), first_group=7), greedy_rewards=np.ones(16, np.float32))
         for _ in range(3)
