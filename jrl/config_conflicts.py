@@ -17,7 +17,7 @@ def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     if r.kv == "int8" and r.attention in ("tpu", "gpu"):
         yield "rollout.kv", f"the {r.attention} kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
     for name in ("weights", "kv"):
-        if r[name] == "int8" and not a.rollout_is_cap:
+        if r[name] == "int8" and not a.rollout_is_cap and a.proximal == "learner":
             yield f"rollout.{name}", f"its samples are of a rounded policy; give algorithm.rollout_is_cap=2.0, or {name}=same"
     pages = -(-(d.max_prompt_tokens + r.max_new_tokens - 1) // r.page_size) + 1  # the last token is never fed; the null page
     if 0 < r.num_pages < pages:

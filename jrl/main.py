@@ -145,6 +145,7 @@ def run(command: Command) -> None:
         from jrl.models.load import read_arch
         from jrl.plan.auto import resolve
 
+        config_lib.choose_pieces(config)  # for its errors
         config = resolve(config)
         print(plan.make_plan(config, read_arch(config.model.path), plan.num_devices(config)).text())
         return

@@ -110,7 +110,7 @@ class Trainer:
                 groups = sum(len(np.unique(b.rollout.group_ids)) for b in parts)
                 if groups == wanted:
                     break
-            if groups < wanted and a.dynamic_sampling:
+            if groups < wanted and a.dynamic_sampling and a.max_refills:
                 log.warning("dynamic sampling: %d of %d groups after %d draws", groups, wanted, 1 + a.max_refills)
             # If no group was informative, the last draw is used as it is: advantages of 0, no step for nothing.
             yield self.resampled(states, concatenate(parts or [batch]))

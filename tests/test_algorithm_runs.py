@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import json
+import re
+import textwrap
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ from jrl.losses import policy_columns
 from jrl.plan import make_plan
 from jrl.replay import Replay, from_text, to_text
 from jrl.sharding.digest import digest
-from tests.runs import TINY, a_run, assert_same_runs, lines, trained
+from tests.runs import ROOT, TINY, a_run, assert_same_runs, lines, trained
 
 SHORT = {"steps": 2, "eval__every_steps": 0, "eval__at_start": False, "checkpoint__every_steps": 0}
 BY_DEFAULT = ("dapo", "vapo")
@@ -135,6 +137,25 @@ def test_python_functions_and_what_they_must_return(shared):
     assert calls == [1.0, 1.0]
     with pytest.raises(UserError, match="return the advantages alone"):
         draw(lambda rewards: (rewards, rewards), lambda rewards: rewards >= 0)
+
+
+def test_the_readmes_pieces_work(shared, tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    code = re.search(r"    # mine\.py.*?\n((?:    .*\n|\n)+)", readme)[1]
+    (tmp_path / "mine.py").write_text(textwrap.dedent(code))
+    paths = {f"algorithm.{kind}": f"{tmp_path}/mine.py:{name}" for kind, name in README_PIECES.items()}
+    pieces = choose_pieces(load(TINY, paths))
+    with choosing(shared[0], {"advantage": pieces.advantage}):
+        batch = next(shared[0].experience(shared[1]))
+    for group in range(4):
+        rows = batch.rollout.group_ids == group
+        each = batch.rewards[rows] - np.median(batch.rewards[rows])
+        np.testing.assert_allclose(batch.advantages[rows], np.where(batch.loss_mask[rows], each[:, None], 0), atol=1e-6)
+    gradient = jax.grad(lambda x: pieces.policy_loss(x, np.zeros((1, 2)), np.ones((1, 2)), 0.2).sum())(np.float32([[0.0, 3.0]]))
+    np.testing.assert_allclose(gradient, [[-1.0, 0.0]], atol=1e-5)
+
+
+README_PIECES = {"advantage": "median", "policy_loss": "soft_clip"}
 
 
 def test_functions_given_to_the_trainer_are_used_and_recorded(tmp_path):

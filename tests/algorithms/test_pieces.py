@@ -129,6 +129,13 @@ def test_what_does_not_fit_is_refused_with_the_reason(overrides, parts):
     assert all(part in text for part in parts), text
 
 
+def test_a_dry_run_refuses_the_same(capsys):
+    from jrl import main
+
+    assert main.main(["--config=configs/tiny.py", "--config.algorithm.lam=0.9", "--dry_run"]) == 2
+    assert "config.algorithm.lam=0.9: has no effect" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_every_advantage_goes_with_every_loss_filter_kl_and_aggregation(advantage, loss):
