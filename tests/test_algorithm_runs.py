@@ -23,7 +23,7 @@ from jrl.sharding.digest import digest
 from tests.runs import ROOT, TINY, a_run, assert_same_runs, lines, trained
 
 SHORT = {"steps": 2, "eval__every_steps": 0, "eval__at_start": False, "checkpoint__every_steps": 0}
-BY_DEFAULT = ("dapo", "vapo")
+BY_DEFAULT = ("dapo",)
 
 
 def lower_case(prompts, completions, **columns):

@@ -86,7 +86,7 @@ CASES = {
     ),
     "geometric correction": ("ppo", {"rollout_is_cap": 1.1, "rollout_is": "geometric", "aggregation": "token-mean"}),
 }  # fmt: skip
-BY_DEFAULT = ("gspo", "sequence correction")
+BY_DEFAULT = ("sequence correction",)
 
 
 @pytest.mark.parametrize("name", [x if x in BY_DEFAULT else pytest.param(x, marks=pytest.mark.slow) for x in CASES])

@@ -141,22 +141,24 @@ def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: in
         for prompts, u, responses, t in shapes
     )
     scores = 2 * _scores(arch, pairs, tensor) + _scores(arch, pairs, tensor) * dtype.itemsize // MASTER_BYTES
-    layer = 2 * _layer_work(arch, tokens, tensor, dtype) + scores
+    layer = 3 * _layer_work(arch, tokens, tensor, dtype) // 2 + scores
     kept = {
         "full": arch.hidden_size,
         "dots": _matmul_outputs(arch, tensor),  # the layer's input in place of its output
         "none": 12 * arch.hidden_size
         + (6 * arch.intermediate_size + 3 * arch.num_heads * arch.head_dim) // tensor
-        + 2 * _kv_size(arch, tensor),
+        + 2 * _kv_size(arch, tensor)
+        + 4 * (arch.num_heads * arch.head_dim // tensor + _kv_size(arch, tensor)) * arch.qk_norm,
     }[c.remat]
     cast = dtype.itemsize < MASTER_BYTES
     table, size = arch.vocab_size * arch.hidden_size // tensor, dtype.itemsize
     layer_params = (arch.num_params() - arch.vocab_size * arch.hidden_size * (1 if arch.tie_embeddings else 2)) // arch.num_layers
     always = arch.num_layers * tokens * kept * size  # for the backward pass
     always += arch.num_layers * layer_params // tensor // split * size * cast  # weights' shards, cast
-    always += arch.num_layers * layer_params // tensor * size * (cast and c.remat == "none")  # and, whole, kept
-    always += table // split * (size * cast + MASTER_BYTES) + tokens * arch.hidden_size * (size + 2 * MASTER_BYTES)  # embedding
+    if c.remat == "none" and cast:  # and whole ones, kept, as gathered and as multiplied with
+        always += arch.num_layers * layer_params // tensor * size * (1 + (split > 1))
     head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * MASTER_BYTES * 2  # logits and their gradient
+    head += table // split * (size * cast + MASTER_BYTES) + tokens * arch.hidden_size * (size + 2 * MASTER_BYTES)  # embedding
     head += table * (MASTER_BYTES + 2 * size * (split > 1))  # the head's gradient; the head gathered, the gradient cast
     gathered = 2 * layer_params // tensor * size * (split > 1)  # a layer's weights and their gradients
     keys = (context - 1) * tokens * _kv_size(arch, tensor) * size

@@ -64,6 +64,7 @@ def test_the_forward_is_the_same():
     assert np.abs(other[0] - scanned[0]).max() > 1e-2  # control: their order matters
 
 
+@pytest.mark.slow
 def test_a_run_draws_the_same_samples(tmp_path):
     """The updates donate what the views stand on; every step's samples would tell if one were left."""
     for choice in ("on", "off"):

@@ -194,7 +194,10 @@ def engine_run(monkeypatch, replicas=1, **overrides):
 
 @pytest.mark.parametrize(
     ("replicas", "overrides", "preempts"),
-    [(1, {"rollout__num_pages": 14}, True), pytest.param(2, {}, False, marks=pytest.mark.slow)],
+    [
+        pytest.param(1, {"rollout__num_pages": 14}, True, marks=pytest.mark.slow),
+        pytest.param(2, {}, False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_program_of_an_engine_has_a_size_of_the_plan(replicas, overrides, preempts, monkeypatch):
     plan, engine = engine_run(monkeypatch, replicas, **overrides)

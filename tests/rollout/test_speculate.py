@@ -112,6 +112,7 @@ def test_tokens_are_those_of_the_dense_model_and_logprobs_the_learners(engine):
     np.testing.assert_allclose(learned[rollout.loss_mask], rollout.logprobs[rollout.loss_mask], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_token_too_many_is_seen(engine, monkeypatch):
     few = [Request(cycle(3, 2, 1), 3, 40, 2.5, 0, ignore_eos=True)]  # hot, so that many drafts are wrong
     plain = generate(engine, False, few)

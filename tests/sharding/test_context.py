@@ -67,7 +67,8 @@ def test_logprobs_of_a_long_prompt(monkeypatch):
     assert np.abs(logprobs(split, rollout) - one)[mask].max() > 0.1
 
 
-@pytest.mark.parametrize("contexts", [(1, 4), pytest.param((1, 2, 4, 8), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("contexts", [(1, 2, 4, 8)], ids=str)
 def test_what_a_device_holds_falls_with_the_devices_along_context(contexts, monkeypatch):
     """A prompt of 4096 tokens in each data shard: devices along context share the memory that the shard needs."""
     monkeypatch.setattr(attention, "QUERY_CHUNK", 32)  # the scores that exist at once do not depend on the length
