@@ -107,7 +107,7 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
       UserError: a mesh that does not fit the number of devices or the model; sequences longer than the model's.
     """
     config = with_preset(config)
-    layouts = _layouts(config, num_devices)
+    layouts = abstract_layouts(config, num_devices)
     weights = {}
     for name, layout in layouts.items():
         with _naming(_mesh_key(config, name)):
@@ -159,7 +159,7 @@ def _abstract_layout(kind: Any, sizes: Mapping[str, int], num_devices: int) -> L
     return Layout(mesh, TRAIN_TABLE if kind == "train" else ROLLOUT_TABLE, kind)  # type: ignore[arg-type]
 
 
-def _layouts(config, num_devices: int) -> dict[str, Layout]:
+def abstract_layouts(config, num_devices: int) -> dict[str, Layout]:
     """Of the models that the run has."""
     used = {
         "learner": True, "rollout": True,
