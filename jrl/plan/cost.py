@@ -24,6 +24,7 @@ LINK_SHARE = 0.8  # of peak link bandwidth
 COLLECTIVE_SECONDS = 2e-6  # to begin a collective
 HOP_SECONDS = 1e-6  # for each link on its way
 
+TPU_LANES = 128
 COMPUTE_BYTES = 2  # bfloat16
 GRADIENT_BYTES = 4  # float32
 PASSES = {"none": 3, "dots": 3, "full": 4}  # of a forward pass's products, in forward, backward and computing again
@@ -159,7 +160,9 @@ def _learner_pass(plan: Plan, arch: Arch, config, chip: Chip, model: str, learns
     held = arch.num_params() / t  # weights of a tensor shard
     split = f * c  # ways in which each is split
     gathers = 2 if learns else 1
-    weights = gathers * held * COMPUTE_BYTES * (split - 1) / split * microbatches
+    # A TPU keeps rows of 128 values; of shorter ones its compiler makes an all-reduce where an all-gather is asked for.
+    sums = 2 if chip.backend == "tpu" and arch.hidden_size // split < TPU_LANES and split > 1 else 1
+    weights = sums * gathers * held * COMPUTE_BYTES * (split - 1) / split * microbatches
     collectives = [(split, t, weights, gathers * arch.num_layers * microbatches)]
     if learns:
         scattered = held * GRADIENT_BYTES * (split - 1) / split * microbatches

@@ -23,8 +23,8 @@ NORMS = (2 * LAYERS + 1) * HIDDEN
 def whole_shares(monkeypatch):
     for name in ("MATMUL_SHARE", "READ_SHARE", "LINK_SHARE"):
         monkeypatch.setattr(cost_lib, name, 1.0)
-    for name in ("COLLECTIVE_SECONDS", "HOP_SECONDS"):
-        monkeypatch.setattr(cost_lib, name, 0.0)
+    for name in ("COLLECTIVE_SECONDS", "HOP_SECONDS", "TPU_LANES"):
+        monkeypatch.setattr(cost_lib, name, 0)
 
 
 def planned(devices, **overrides):
@@ -69,6 +69,15 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients_once_a_microbatch():
     assert with_data.received_bytes == pytest.approx((2 * 2 * params + 4 * params) * 3 / 4 + 2 * 4 * params / 4 * 1 / 2)
     more = planned(8, learner__mesh__fsdp=8, rollout__prompts_per_step=32)[1]["update"]
     assert more.received_bytes == pytest.approx(4 * phases["update"].received_bytes)
+
+
+def test_rows_too_short_for_a_tpu_are_summed_in_place_of_gathered(monkeypatch):
+    params = ARCH.num_params()
+    monkeypatch.setattr(cost_lib, "TPU_LANES", HIDDEN // 4)
+    summed = planned(8, learner__mesh__fsdp=8)[1]["update"].received_bytes
+    assert summed == pytest.approx((2 * 2 * 2 * params + 4 * params) * 7 / 8)
+    monkeypatch.setattr(cost_lib, "TPU_LANES", HIDDEN // 8)
+    assert planned(8, learner__mesh__fsdp=8)[1]["update"].received_bytes == pytest.approx((2 * 2 * params + 4 * params) * 7 / 8)
 
 
 def test_tensor_parallelism_sums_activations_six_times_a_layer():
