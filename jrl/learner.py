@@ -17,7 +17,7 @@ import optax
 
 from jrl.models import decoder
 from jrl.models.arch import Arch
-from jrl.models.responses import response_hidden, token_logprobs
+from jrl.models.responses import by_response, response_hidden, token_logprobs
 from jrl.packing import Packed, pack, unpack
 from jrl.shapes import ProgramLog
 from jrl.sharding.fsdp import FullySharded
@@ -48,17 +48,19 @@ class Forward:
     logit_chunk: int
 
     def logprobs(self, params, packed: Packed) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities of the response tokens and entropies, float32[d, N, t] each."""
+        """Log-probabilities of the response tokens and entropies, float32[d, N, t] each, 0 after a response's end."""
         hidden = self._hidden(params, packed)
         layout = self.layout
-        return token_logprobs(
+        logprobs, entropy = token_logprobs(
             self.arch, params, hidden, packed.tokens, self.temperature, self.logit_chunk, layout.constrain,
             split=self._split(), parts=layout.shards("length"),
         )  # fmt: skip
+        return by_response(logprobs, packed, layout.constrain), by_response(entropy, packed, layout.constrain)
 
     def values(self, params, packed: Packed) -> jax.Array:
         """The critic's values float32[d, N, t]: what is expected before each response token is chosen."""
-        return decoder.value_head(params, self._hidden(params["backbone"], packed))
+        values = decoder.value_head(params, self._hidden(params["backbone"], packed))
+        return by_response(values, packed, self.layout.constrain)
 
     def _hidden(self, params, packed):
         return response_hidden(

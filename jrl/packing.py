@@ -1,7 +1,9 @@
-"""From sequences to the learner's microbatches: each prompt once, its responses beside it, padded to bucketed sizes.
+"""From sequences to the learner's microbatches: each prompt once, its responses beside it, in arrays of bucketed sizes.
 
-A microbatch has a leading axis of data shards, so that every shard finds the prompts of its own responses at home and no
-gather crosses devices. d shards, P prompts and N responses of a shard, u and t their padded lengths.
+Responses to one prompt lie in rows, several of them end to end where they are short, so that one long response among them
+does not pad the others to its length. A microbatch has a leading axis of data shards, so that every shard finds the prompts
+of its own responses at home and no gather crosses devices. d shards; of a shard P prompts, R rows and N responses; u the
+padded length of prompts, t that of rows.
 """
 
 import dataclasses
@@ -12,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrl.shapes import bucket, length_step
+from jrl.shapes import bucket, length_step, power_of_two
 from jrl.types import Rollout
 
 
@@ -23,22 +25,25 @@ class Packed:
 
     prompt_tokens: Any  # i32[d, P, u]
     prompt_lens: Any  # i32[d, P]
-    tokens: Any  # i32[d, N, t], responses
+    tokens: Any  # i32[d, R, t], responses
+    offsets: Any  # i32[d, R, t], a token's place in its response; -1 where there is none
+    prompt_of: Any  # i32[d, R], which of the shard's prompts the responses of a row belong to
+    starts: Any  # i32[d, N], where a response begins in the rows laid end to end
     lens: Any  # i32[d, N]
-    prompt_of: Any  # i32[d, N], which of the shard's prompts a response belongs to
     columns: dict[str, Any]  # f32[d, N, t] each, by response token
     row: Any  # i32[d, N], position in the rollout
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(P, u, N, t)"""
+        """(P, u, R, t), what the model sees."""
         return (*self.prompt_tokens.shape[1:], *self.tokens.shape[1:])
 
     @property
     def axes(self) -> "Packed":
         """The logical axes of each array."""
-        row, tokens = ("batch", None), ("batch", None, "length")
-        return Packed(tokens, row, tokens, row, row, dict.fromkeys(self.columns, tokens), row)
+        by_shard, tokens = ("batch", None), ("batch", None, "length")
+        columns = dict.fromkeys(self.columns, ("batch", None, None))  # whole: sums over a response are the losses' business
+        return Packed(tokens, by_shard, tokens, tokens, by_shard, by_shard, by_shard, columns, by_shard)
 
 
 def groups_by_prompt(rollout: Rollout, rows: np.ndarray, step: int) -> list[list[int]]:
@@ -63,65 +68,97 @@ def pack(
       rows: which sequences, in any order; a sequence longer than the budget gets a microbatch of its own.
       parts: divides the padded lengths.
     """
-    step = length_step(parts)
+    step, lens = length_step(parts), rollout.response_lens
     groups = groups_by_prompt(rollout, rows, step)
     if not groups:
         return
     group_size = max(map(len, groups))
     # The whole rollout's longest prompt, so that the choice of rows makes no new program.
     prompt_length = bucket(int(rollout.prompt_lens.max()), step)
-    queue = [group for group in reversed(groups)]  # popped from the end
-    left = len(rows)
+    queue = groups[::-1]  # popped from the end
     while queue:
         # Of the next two groups: what is left of a group that was split may be shorter than the group after it.
-        length = bucket(max(int(rollout.response_lens[group].max()) for group in queue[-2:]), step)
-        whole_groups = microbatch_tokens // (prompt_length + group_size * length)
-        most = max(whole_groups * group_size or (microbatch_tokens - prompt_length) // length, 1)
-        # Groups by powers of two: a program compiled for each count would cost more than the padding.
-        size = min(most, group_size << (math.ceil(left / (shards * group_size)) - 1).bit_length())
-        prompts = -(-size // group_size)
-        taken = [_take(queue, size, prompts) for _ in range(shards)]
-        left -= sum(len(group) for shard in taken for group in shard)
-        yield _build(rollout, columns, taken, (prompts, prompt_length, size, length))
+        length = bucket(max(int(lens[group].max()) for group in queue[-2:]), step)
+        fewest = microbatch_groups(microbatch_tokens, prompt_length, group_size, length)[0]
+        each = [len(laid_in_rows(group, lens, length)) for group in queue[-shards * fewest :]]
+        rows_each = min(bucket(math.ceil(sum(each) / len(each))), group_size)
+        most, size = microbatch_groups(microbatch_tokens, prompt_length, rows_each, length)
+        # By powers of two: a program compiled for each count would cost more than the padding.
+        prompts = min(most, power_of_two(math.ceil(len(queue) / shards)))
+        taken = [_take(queue, lens, length, prompts, prompts * size) for _ in range(shards)]
+        yield _build(rollout, columns, taken, (prompts, prompt_length, prompts * size, length), prompts * group_size)
 
 
-def _take(queue: list[list[int]], size: int, prompts: int) -> list[list[int]]:
-    """Groups, or parts of them, for one shard: at most `size` rows and `prompts` prompts."""
-    shard, room = [], size
+def microbatch_groups(budget: int, prompt_length: int, rows_each: int, length: int) -> tuple[int, int]:
+    """How many groups a full microbatch has, and for how many rows of each there is room: whole groups where they fit, since a
+    group's prompt is computed once.
+    """
+    groups = budget // (prompt_length + rows_each * length)
+    return (groups, rows_each) if groups else (1, max((budget - prompt_length) // length, 1))
+
+
+def laid_in_rows(group: list[int], lens: np.ndarray, length: int) -> list[list[int]]:
+    """Responses of one prompt, end to end in rows of `length` tokens: the longest first, each where it first fits."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for response in sorted(group, key=lambda i: -lens[i]):
+        place = next((i for i, left in enumerate(room) if left >= lens[response]), len(rows))
+        if place == len(rows):
+            rows.append([])
+            room.append(length)
+        rows[place].append(response)
+        room[place] -= int(lens[response])
+    return rows
+
+
+def _take(queue: list[list[int]], lens: np.ndarray, length: int, prompts: int, room: int) -> list[list[list[int]]]:
+    """The rows of each prompt of one shard: at most `room` rows and `prompts` prompts; what is left of a group stays."""
+    shard = []
     while queue and room and len(shard) < prompts:
-        group = queue.pop()
-        shard.append(group[:room])
-        if group[room:]:
-            queue.append(group[room:])
+        rows = laid_in_rows(queue.pop(), lens, length)
+        shard.append(rows[:room])
+        if rows[room:]:
+            queue.append([response for row in rows[room:] for response in row])
         room -= len(shard[-1])
     return shard
 
 
-def _build(rollout: Rollout, columns: dict[str, np.ndarray], taken: list[list[list[int]]], shape: tuple) -> Packed:
-    (prompts, prompt_length, size, length), d = shape, len(taken)
+def _build(
+    rollout: Rollout, columns: dict[str, np.ndarray], taken: list[list[list[list[int]]]], shape: tuple, responses: int
+) -> Packed:
+    (prompts, prompt_length, rows, length), d = shape, len(taken)
     packed = Packed(
         prompt_tokens=np.zeros((d, prompts, prompt_length), np.int32),
         prompt_lens=np.zeros((d, prompts), np.int32),
-        tokens=np.zeros((d, size, length), np.int32),
-        lens=np.zeros((d, size), np.int32),
-        prompt_of=np.zeros((d, size), np.int32),
-        columns={name: np.zeros((d, size, length), np.float32) for name in columns},
-        row=np.full((d, size), -1, np.int32),
+        tokens=np.zeros((d, rows, length), np.int32),
+        offsets=np.full((d, rows, length), -1, np.int32),
+        prompt_of=np.zeros((d, rows), np.int32),
+        starts=np.zeros((d, responses), np.int32),
+        lens=np.zeros((d, responses), np.int32),
+        columns={name: np.zeros((d, responses, length), np.float32) for name in columns},
+        row=np.full((d, responses), -1, np.int32),
     )
     for s, groups in enumerate(taken):
-        place = 0
-        for p, group in enumerate(groups):
-            n = rollout.prompt_lens[group[0]]
-            packed.prompt_tokens[s, p, :n], packed.prompt_lens[s, p] = rollout.tokens[group[0], :n], n
-            for row in group:
-                span = slice(n, rollout.lens[row])
-                count = rollout.lens[row] - n
-                packed.tokens[s, place, :count] = rollout.tokens[row, span]
-                packed.lens[s, place], packed.prompt_of[s, place], packed.row[s, place] = count, p, row
-                for name, column in columns.items():
-                    packed.columns[name][s, place, :count] = column[row, span]
-                place += 1
+        laid = [(p, row) for p, group in enumerate(groups) for row in group]
+        packed.prompt_of[s, : len(laid)] = [p for p, _ in laid]
+        places = [(p, place) for r, (p, row) in enumerate(laid) for place in _places(row, rollout.response_lens, r * length)]
+        flat_tokens, flat_offsets = packed.tokens[s].reshape(-1), packed.offsets[s].reshape(-1)
+        for i, (p, (response, start)) in enumerate(places):
+            n, end = rollout.prompt_lens[response], rollout.lens[response]
+            packed.prompt_tokens[s, p, :n], packed.prompt_lens[s, p] = rollout.tokens[response, :n], n
+            packed.starts[s, i], packed.lens[s, i], packed.row[s, i] = start, end - n, response
+            flat_tokens[start : start + end - n] = rollout.tokens[response, n:end]
+            flat_offsets[start : start + end - n] = np.arange(end - n)
+            for name, column in columns.items():
+                packed.columns[name][s, i, : end - n] = column[response, n:end]
     return packed
+
+
+def _places(row: list[int], lens: np.ndarray, start: int) -> Iterator[tuple[int, int]]:
+    """The responses of a row that begins at `start`, and where each of them does."""
+    for response in row:
+        yield response, start
+        start += int(lens[response])
 
 
 def unpack(out: np.ndarray, values: np.ndarray, packed: Packed, prompt_lens: np.ndarray) -> None:

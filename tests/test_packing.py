@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrl.packing import groups_by_prompt, pack, unpack
+from jrl.packing import groups_by_prompt, laid_in_rows, pack, unpack
 from jrl.types import Completion, make_rollout
 
 
@@ -22,6 +22,16 @@ def random_rollout(seed=0, counts=(3, 1, 6, 2, 4), longest=60):
     return make_rollout(prompts, done)
 
 
+def with_lengths(groups):
+    """Groups of responses of these lengths to prompts of ten tokens."""
+    done = []
+    for request, lengths in enumerate(groups):
+        for sample, n in enumerate(lengths):
+            x = np.zeros(n, np.float32)
+            done.append(Completion(request, sample, np.full(n, 5, np.int32), x, x, np.zeros(n, np.int32), "length"))
+    return make_rollout([np.full(10, 100 + i, np.int32) for i in range(len(groups))], done)
+
+
 def packed(rollout, rows=None, shards=1, budget=256, **columns):
     return list(pack(rollout, columns, np.arange(len(rollout)) if rows is None else rows, shards, budget))
 
@@ -37,18 +47,23 @@ def test_every_row_is_packed_once_beside_its_prompt(seed, budget, shards):
     for m in packed(rollout, rows, shards, budget, value=values):
         assert m.tokens.shape[0] == shards == m.prompt_tokens.shape[0]
         assert m.shape == (*m.prompt_tokens.shape[1:], *m.tokens.shape[1:])
+        used = np.zeros(m.tokens.shape, int)
         for s, n in np.ndindex(m.row.shape):
             row, count = m.row[s, n], m.lens[s, n]
             if row < 0:
-                assert count == 0 and not m.tokens[s, n].any() and not m.columns["value"][s, n].any()
+                assert count == 0 and not m.columns["value"][s, n].any()
                 continue
             seen.append(row)
-            p, size = m.prompt_of[s, n], rollout.prompt_lens[row]
-            assert m.prompt_lens[s, p] == size and count == rollout.response_lens[row]
+            r, begin = divmod(m.starts[s, n], m.tokens.shape[2])
+            p, size, place = m.prompt_of[s, r], rollout.prompt_lens[row], slice(begin, begin + count)
+            assert m.prompt_lens[s, p] == size and count == rollout.response_lens[row] == len(m.tokens[s, r, place])
             np.testing.assert_array_equal(m.prompt_tokens[s, p, :size], rollout.tokens[row, :size])
-            np.testing.assert_array_equal(m.tokens[s, n, :count], rollout.tokens[row, size : size + count])
-            np.testing.assert_array_equal(m.columns["value"][s, n, :count], m.tokens[s, n, :count] * 0.5)
-            assert not m.tokens[s, n, count:].any() and not m.columns["value"][s, n, count:].any()
+            np.testing.assert_array_equal(m.tokens[s, r, place], rollout.tokens[row, size : size + count])
+            np.testing.assert_array_equal(m.offsets[s, r, place], np.arange(count))
+            np.testing.assert_array_equal(m.columns["value"][s, n, :count], m.tokens[s, r, place] * 0.5)
+            assert not m.columns["value"][s, n, count:].any()
+            used[s, r, place] += 1
+        assert used.max() == 1 and not m.tokens[used == 0].any() and (m.offsets[used == 0] == -1).all()
     assert sorted(seen) == sorted(rows.tolist())
 
 
@@ -63,8 +78,29 @@ def test_a_microbatch_keeps_to_the_budget_unless_it_is_one_row(budget, shards):
 def test_one_prompt_is_packed_once_for_its_group():
     rollout = random_rollout(counts=(6, 6))
     (m,) = packed(rollout, budget=100_000)
-    assert m.shape[0] == 2 and m.shape[2] == 12 and (m.row >= 0).all()
-    assert sorted(np.bincount(m.prompt_of[0]).tolist()) == [6, 6]
+    assert m.shape[0] == 2 and m.row.shape == (1, 12) and (m.row >= 0).all()
+    of_response = m.prompt_of[0, m.starts[0] // m.shape[3]]
+    assert np.bincount(of_response).tolist() == [6, 6]
+    assert all(len(set(rollout.group_ids[m.row[0, of_response == p]])) == 1 for p in (0, 1))
+
+
+def test_short_responses_lie_end_to_end_beside_a_long_one():
+    """One of 64 tokens and seven of 8: two rows instead of eight, and whole groups fill a microbatch four times as well."""
+    rollout = with_lengths([(64, *[8] * 7)] * 16)
+    (m,) = packed(rollout, budget=100_000)
+    assert m.shape == (16, 16, 32, 64) and m.row.shape == (1, 128)
+    assert [m.shape for m in packed(rollout, budget=8 * (16 + 2 * 64))] == [(8, 16, 16, 64)] * 2
+    uniform = with_lengths([(64,) * 8] * 16)
+    assert [m.shape for m in packed(uniform, budget=8 * (16 + 2 * 64))] == [(2, 16, 16, 64)] * 8  # nothing to gain there
+
+
+@pytest.mark.parametrize("length", [60, 100])
+def test_rows_hold_every_response_once_and_there_are_hardly_more_than_needed(length):
+    lens = np.random.default_rng(length).integers(1, 61, 50)
+    rows = laid_in_rows(list(range(50)), lens, length)
+    assert sorted(sum(rows, [])) == list(range(50)) and max(lens[row].sum() for row in rows) <= length
+    least = -(-lens.sum() // length)
+    assert least <= len(rows) <= 11 / 9 * least + 1  # first-fit decreasing (Johnson 1973) against no less than the optimum
 
 
 def test_rows_of_one_group_with_other_prompts_are_kept_apart():
@@ -90,7 +126,11 @@ def test_unpack_puts_results_back_where_they_belong(budget):
     rollout = random_rollout()
     out = np.full(rollout.tokens.shape, -1.0, np.float32)
     for m in packed(rollout, shards=2, budget=budget):
-        unpack(out, m.tokens + 0.5, m, rollout.prompt_lens)  # padding holds 0.5, which must not arrive
+        flat = m.tokens.reshape(len(m.tokens), -1) + 0.5
+        values = flat[:, :1, None] + np.zeros((*m.row.shape, m.shape[3]))  # beyond a response's end; it must not arrive
+        for s, n in np.ndindex(m.row.shape):
+            values[s, n, : m.lens[s, n]] = flat[s, m.starts[s, n] :][: m.lens[s, n]]
+        unpack(out, values, m, rollout.prompt_lens)
     np.testing.assert_array_equal(out, np.where(rollout.loss_mask, rollout.tokens + 0.5, -1.0))
 
 
@@ -98,4 +138,4 @@ def test_no_rows_make_no_microbatch_and_a_microbatch_is_a_pytree():
     rollout = random_rollout()
     assert packed(rollout, np.array([], int)) == []
     m = packed(rollout, value=np.zeros(rollout.tokens.shape, np.float32))[0]
-    assert len(jax.tree.leaves(m)) == 7 and jax.tree.map(lambda x: x, m).shape == m.shape
+    assert len(jax.tree.leaves(m)) == 9 and jax.tree.map(lambda x: x, m).shape == m.shape

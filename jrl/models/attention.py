@@ -69,3 +69,16 @@ def causal_mask(lens: jax.Array, t: int, part: int | jax.Array = 0, parts: int =
     """
     steps, queries = jnp.arange(t), part * (t // parts) + jnp.arange(t // parts)
     return (steps[None, :] <= queries[:, None]) & (steps < lens[..., None, None])
+
+
+def own_response_mask(offsets: jax.Array, part: int | jax.Array = 0, parts: int = 1) -> jax.Array:
+    """bool[..., t / parts, t]: of responses that lie end to end in a row, each query sees its own up to itself.
+
+    Args:
+      offsets: i32[..., t], a token's place in its response; -1 where there is none.
+      part: queries are those of one of equal `parts` of the row.
+    """
+    t = offsets.shape[-1]
+    steps, queries = jnp.arange(t), part * (t // parts) + jnp.arange(t // parts)
+    first = queries - jax.lax.dynamic_slice_in_dim(offsets, part * (t // parts), t // parts, axis=-1)
+    return (steps <= queries[:, None]) & (steps >= first[..., None])

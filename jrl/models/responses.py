@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from jrl.models import decoder
 from jrl.models.arch import Arch
-from jrl.models.attention import attention, causal_mask
+from jrl.models.attention import attention, causal_mask, own_response_mask
 from jrl.models.decoder import flat_matmul
 from jrl.sharding.context import over_context
 
 
 def response_hidden(arch: Arch, params, packed, *, dtype, layout, split, remat) -> jax.Array:
-    """[d, N, t, D]: the hidden state from which each response token is predicted, that of the token before it.
+    """[d, R, t, D]: the hidden state from which each response token is predicted, that of the token before it.
 
     Args:
       packed: `jrl.packing.Packed`.
@@ -27,25 +27,25 @@ def response_hidden(arch: Arch, params, packed, *, dtype, layout, split, remat) 
     parts = layout.shards("length")
     d, prompts, u = packed.prompt_tokens.shape
     _, rows, t = packed.tokens.shape
-    mine = jax.vmap(lambda values, index: values[index])  # [d, P, ...] -> [d, N, ...], within the shard
-    prompt_lens = mine(packed.prompt_lens, packed.prompt_of)  # [d, N]
-    positions = join(jnp.broadcast_to(jnp.arange(u), (d, prompts, u)), prompt_lens[..., None] + jnp.arange(t), parts)
-    tokens = join(packed.prompt_tokens, packed.tokens, parts)  # [d, P u + N t]
+    mine = jax.vmap(lambda values, index: values[index])  # [d, P, ...] -> [d, R, ...], within the shard
+    prompt_lens = mine(packed.prompt_lens, packed.prompt_of)  # [d, R]
+    positions = join(jnp.broadcast_to(jnp.arange(u), (d, prompts, u)), prompt_lens[..., None] + packed.offsets, parts)
+    tokens = join(packed.prompt_tokens, packed.tokens, parts)  # [d, P u + R t]
 
     def attend(layer, q, k, v, cache):
         del layer
-        return over_context(layout, attend_to_all, (q, k, v), (packed.prompt_lens, packed.lens, packed.prompt_of)), cache
+        return over_context(layout, attend_to_all, (q, k, v), (packed.prompt_lens, packed.offsets, packed.prompt_of)), cache
 
     def attend_to_all(part, qkv, others):
-        """Queries of one part of every sequence, [d, (P u + N t) / parts, H, K], and keys of all of it."""
-        (q, k, v), (prompt_lens, lens, prompt_of) = qkv, others
+        """Queries of one part of every sequence, [d, (P u + R t) / parts, H, K], and keys of all of it."""
+        (q, k, v), (prompt_lens, offsets, prompt_of) = qkv, others
         prompt_q, response_q = unjoin(q, (prompts, u // parts, rows, t // parts), 1)
         prompt_k, response_k = unjoin(k, (prompts, u, rows, t), parts)
         prompt_v, response_v = unjoin(v, (prompts, u, rows, t), parts)
         masks = (
             causal_mask(prompt_lens, u, part, parts),
-            (jnp.arange(u) < mine(prompt_lens, prompt_of)[..., None])[:, :, None, :],  # [d, N, 1, u]
-            causal_mask(lens, t, part, parts),
+            (jnp.arange(u) < mine(prompt_lens, prompt_of)[..., None])[:, :, None, :],  # [d, R, 1, u]
+            own_response_mask(offsets, part, parts),
         )
         prompt_out = attention(prompt_q, [(prompt_k, prompt_v, masks[0])])
         shared = (mine(prompt_k, prompt_of), mine(prompt_v, prompt_of), masks[1])
@@ -56,12 +56,20 @@ def response_hidden(arch: Arch, params, packed, *, dtype, layout, split, remat) 
         arch, params, tokens, positions, attend, dtype=dtype, constrain=layout.constrain, remat=remat, split=split
     )  # fmt: skip
     of_prompts, of_responses = unjoin(hidden, (prompts, u, rows, t), parts)
-    ends = mine(_at(of_prompts, jnp.maximum(packed.prompt_lens - 1, 0), parts), packed.prompt_of)  # [d, N, D]
-    return _shifted(ends, of_responses, parts)
+    ends = mine(_at(of_prompts, jnp.maximum(packed.prompt_lens - 1, 0), parts), packed.prompt_of)  # [d, R, D]
+    return jnp.where((packed.offsets == 0)[..., None], ends[:, :, None], _shifted(of_responses, parts))
+
+
+def by_response(x: jax.Array, packed, constrain) -> jax.Array:
+    """[d, R, t] as the tokens lie in rows to [d, N, t], one response each, 0 after its end."""
+    d, _, t = x.shape
+    flat = constrain(x, ("batch", None, None)).reshape(d, -1)
+    places = jnp.where(jnp.arange(t) < packed.lens[..., None], packed.starts[..., None] + jnp.arange(t), flat.shape[1])
+    return jax.vmap(lambda values, index: values.at[index].get(mode="fill", fill_value=0.0))(flat, places)
 
 
 def join(prompts: jax.Array, responses: jax.Array, parts: int) -> jax.Array:
-    """[d, P, u, ...] and [d, N, t, ...] to [d, P u + N t, ...]: first what all sequences have in the first of `parts`, and so on.
+    """[d, P, u, ...] and [d, R, t, ...] to [d, P u + R t, ...]: first what all sequences have in the first of `parts`, and so on.
 
     So each of as many equal pieces of the result holds the same part of every sequence.
     """
@@ -76,7 +84,7 @@ def join(prompts: jax.Array, responses: jax.Array, parts: int) -> jax.Array:
 
 
 def unjoin(x: jax.Array, sizes: tuple[int, int, int, int], parts: int) -> tuple[jax.Array, jax.Array]:
-    """`join` undone; sizes are (P, u, N, t)."""
+    """`join` undone; sizes are (P, u, R, t)."""
     prompts, u, rows, t = sizes
     x = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
 
@@ -99,11 +107,11 @@ def _at(x: jax.Array, index: jax.Array, parts: int) -> jax.Array:
     return jnp.sum(jnp.where(((local >= 0) & (local < each))[..., None], found, 0), axis=2)
 
 
-def _shifted(first: jax.Array, x: jax.Array, parts: int) -> jax.Array:
-    """x [d, n, t, D] one place later along t, with `first` [d, n, D] before it; a part gets one row from the part before it."""
+def _shifted(x: jax.Array, parts: int) -> jax.Array:
+    """x [d, n, t, D] one place later along t, whatever comes first; a part gets one row from the part before it."""
     d, n, t, width = x.shape
     x = x.reshape(d, n, parts, t // parts, width)
-    before = jnp.where(jnp.arange(parts)[:, None] == 0, first[:, :, None], jnp.roll(x[:, :, :, -1], 1, axis=2))
+    before = jnp.roll(x[:, :, :, -1], 1, axis=2)
     return jnp.concatenate([before[:, :, :, None], x[:, :, :, :-1]], axis=3).reshape(d, n, t, width)
 
 
@@ -124,18 +132,18 @@ def token_logprobs(
     array of the whole batch is ever made.
 
     Args:
-      hidden: [d, N, t, D]; tokens: i32[d, N, t].
+      hidden: [d, R, t, D]; tokens: i32[d, R, t].
       parts: into how many equal parts the mesh splits the sequences.
 
     Returns:
-      two float32[d, N, t]
+      two float32[d, R, t]
     """
     d, rows, t, width = hidden.shape
     count = rows * t // parts  # tokens of a part
     chunk = min(chunk, count)
     pad = -count % chunk
 
-    def chunks(x):  # [d, N, t, ...] -> [chunks, d, parts chunk, ...]
+    def chunks(x):  # [d, R, t, ...] -> [chunks, d, parts chunk, ...]
         x = jnp.moveaxis(x.reshape(d, rows, parts, t // parts, -1), 2, 1).reshape(d, parts, count, -1)
         x = jnp.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0))).reshape(d, parts, -1, chunk, x.shape[-1])
         return jnp.moveaxis(x, 2, 0).reshape(-1, d, parts * chunk, x.shape[-1])
@@ -160,7 +168,7 @@ def token_logprobs(
 
     out = jax.lax.map(one_chunk, (chunks(hidden), chunks(tokens)))
 
-    def rejoin(x):  # [chunks, d, parts chunk] -> [d, N, t]
+    def rejoin(x):  # [chunks, d, parts chunk] -> [d, R, t]
         x = jnp.moveaxis(x.reshape(-1, d, parts, chunk), 0, 2).reshape(d, parts, -1)[:, :, :count]
         return jnp.moveaxis(x.reshape(d, parts, rows, t // parts), 1, 2).reshape(d, rows, t)
 

@@ -72,7 +72,7 @@ def sizes_of(plan: Plan, name: str) -> list[tuple[int, ...]]:
 
 
 def longest_pass(plan: Plan, name: str) -> tuple[int, ...]:
-    """The sizes of a learner's program of the most tokens: (prompts, prompt tokens, responses, response tokens)."""
+    """The sizes of a learner's program of the most tokens: (prompts, prompt tokens, rows of responses, tokens of a row)."""
     return max(sizes_of(plan, name), key=lambda size: (size[0] * size[1] + size[2] * size[3], size))
 
 
@@ -84,17 +84,17 @@ def largest(plan: Plan, name: str) -> tuple[int, ...]:
 
 
 def abstract_packed(layout: Layout, sizes: tuple[int, ...], columns: Sequence[str]) -> Packed:
-    """A microbatch of (prompts, prompt tokens, responses, response tokens) a shard."""
-    prompts, u, responses, t = sizes
+    """A microbatch of (prompts, prompt tokens, rows of responses, tokens of a row) a shard, one response in each row."""
+    prompts, u, rows, t = sizes
     d = layout.batch_shards
 
     def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((d, *shape), dtype)
 
     packed = Packed(
-        prompt_tokens=array(prompts, u), prompt_lens=array(prompts), tokens=array(responses, t), lens=array(responses),
-        prompt_of=array(responses), columns={name: array(responses, t, dtype=jnp.float32) for name in columns},
-        row=array(responses),
+        prompt_tokens=array(prompts, u), prompt_lens=array(prompts), tokens=array(rows, t), offsets=array(rows, t),
+        prompt_of=array(rows), starts=array(rows), lens=array(rows),
+        columns={name: array(rows, t, dtype=jnp.float32) for name in columns}, row=array(rows),
     )  # fmt: skip
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), packed, layout.tree(packed.axes, packed)

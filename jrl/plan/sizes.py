@@ -1,8 +1,10 @@
 """The sizes of the programs that a run may compile, as packing and engine round them."""
 
+import itertools
 import math
 
 from jrl.algorithms.pieces import needs_old_logprobs
+from jrl.packing import microbatch_groups
 from jrl.rollout.backends import Backend
 from jrl.rollout.prefill import longest_chunk, most_prompts, padded_length
 from jrl.rollout.scheduler import OPEN_PREFIXES
@@ -34,7 +36,7 @@ def program_sizes(
     They are those of prompts as long as allowed. Where the longest is shorter there are no more of them, but the pages of a
     decode call's row may end at another number.
     """
-    a, axes = config.algorithm, "(prompts, prompt tokens, responses, response tokens)"
+    a, axes = config.algorithm, "(prompts, prompt tokens, rows of responses, tokens of a row)"
     samples = max(batch["group_size"], config.eval.samples)
 
     def passes(name: str, rows: int) -> list[tuple[int, ...]]:
@@ -105,10 +107,8 @@ def decode_sizes(batch: dict[str, int], samples: int, row_pages: int | None) -> 
 
 
 def microbatch_sequences(budget: int, group_size: int, prompt: int, response: int, step: int) -> int:
-    """Responses of a full microbatch: whole groups where they fit, since a group's prompt is computed once."""
-    prompt, response = bucket(prompt, step), bucket(response, step)
-    whole_groups = budget // (prompt + group_size * response)
-    return max(whole_groups * group_size or (budget - prompt) // response, 1)
+    """Responses of a full microbatch where all are as long as allowed."""
+    return math.prod(microbatch_groups(budget, bucket(prompt, step), group_size, bucket(response, step)))
 
 
 def learner_shapes(batch: dict[str, int], rows: int, layout: Layout) -> list[tuple[int, ...]]:
@@ -116,11 +116,10 @@ def learner_shapes(batch: dict[str, int], rows: int, layout: Layout) -> list[tup
     group, budget = batch["group_size"], batch["microbatch_tokens"]
     step = length_step(layout.shards("length"))
     rows_per_shard = -(-rows // layout.batch_shards)
-    groups = -(-rows_per_shard // group)
-    remainders = _powers(groups)  # groups that are left for each shard
+    remainders = _powers(-(-rows_per_shard // group))  # groups that are left for each shard
     shapes = set()
-    for u in _buckets(batch["prompt_tokens"], step):
-        for t in _buckets(batch["response_tokens"], step):
-            most = microbatch_sequences(budget, group, u, t, step)
-            shapes |= {(-(-size // group), u, size, t) for size in (min(most, n * group) for n in remainders)}
+    for u, t in itertools.product(_buckets(batch["prompt_tokens"], step), _buckets(batch["response_tokens"], step)):
+        for laid in {min(n, group) for n in _buckets(group)}:  # rows into which a group's responses are laid
+            most, each = microbatch_groups(budget, u, laid, t)
+            shapes |= {(p, u, p * each, t) for p in (min(most, n) for n in remainders)}
     return sorted(shapes)
