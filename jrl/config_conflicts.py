@@ -25,6 +25,8 @@ def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
             "rollout.num_pages",
             f"the longest sequence (data.max_prompt_tokens + rollout.max_new_tokens) needs {pages}; give as many, or 0",
         )
+    if c.reward.length_free >= c.reward.length_full:
+        yield "reward.length_full", f"must be more than reward.length_free={c.reward.length_free}"
     for kind in ("train", "eval"):
         if d[kind].startswith("reasoning_gym:") and not d[f"{kind}_size"]:
             yield f"data.{kind}_size", f"data.{kind}={d[kind]} makes as many problems as it is told; give a number"

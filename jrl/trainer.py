@@ -29,7 +29,7 @@ from jrl.losses import finish
 from jrl.plan.auto import resolve
 from jrl.rollout.scheduler import Request
 from jrl.run import Interrupted, Run, run_directory
-from jrl.types import Batch, Rollout, concatenate, make_rollout, take
+from jrl.types import Batch, Completion, Rollout, concatenate, make_rollout, take
 
 log = logging.getLogger("jrl")
 
@@ -133,7 +133,7 @@ class Trainer:
         return dataclasses.replace(batch, greedy_rewards=baseline, valid=batch.valid & known)
 
     def generate(self, prompts: list[Prompt], samples: int, temperature: float | None = None, first_group: int = 0) -> Rollout:
-        """`samples` responses to each prompt, at the training temperature unless told otherwise."""
+        """`samples` responses to each prompt, at the training temperature unless told otherwise; their rewards are on the way."""
         c, run = self.config.rollout, self.run
         temperature, ignore_eos = c.temperature if temperature is None else temperature, c.ignore_eos
         requests = [
@@ -141,23 +141,31 @@ class Trainer:
             for i, x in enumerate(prompts)
         ]
         run.samples += len(prompts) * samples
-        completions = self.parts.engine.generate(requests, on_step=lambda _: run.check())
+
+        def on_step(finished: list[Completion]) -> None:
+            run.check()
+            for x in finished:  # what can be scored by itself need not wait for the last one
+                self.parts.rewards.submit(prompts[x.request], self.text(x.tokens), len(x.tokens))
+
+        completions = self.parts.engine.generate(requests, on_step=on_step)
         return make_rollout([r.tokens for r in requests], completions, first_group + np.arange(len(prompts), dtype=np.int32))
 
     def score(self, prompts: list[Prompt], rollout: Rollout) -> Batch:
         """The rewards of a rollout; a sequence whose reward failed is marked, not lost."""
-        decode = self.parts.tokenizer.decode
         mine = np.empty(len(rollout), object)
         mine[:] = [prompts[i] for i in rollout.prompt_index]
-        texts = np.array([decode(tokens, skip_special_tokens=True) for tokens in rollout.responses()], object)
+        texts = np.array([self.text(tokens) for tokens in rollout.responses()], object)
         at_once = self.config.rollout.prompts_per_step * self.config.rollout.group_size  # as many as the deadline is meant for
         results = [
-            self.parts.rewards.score_prompts(list(mine[i : i + at_once]), list(texts[i : i + at_once]))
+            self.parts.rewards.score_prompts(*(list(x[i : i + at_once]) for x in (mine, texts, rollout.response_lens)))
             for i in range(0, len(rollout), at_once)
         ]
         join = lambda values: np.concatenate(list(values))  # noqa: E731
         parts = {name: join(r.parts[name] for r in results) for name in results[0].parts}
         return Batch(rollout, mine, texts, join(r.total for r in results), join(r.valid for r in results), parts)
+
+    def text(self, tokens: np.ndarray) -> str:
+        return self.parts.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def resampled(self, states: dict, batch: Batch) -> Batch:
         """The batch with its advantages; or as many responses drawn by reward from it and from former ones (PF-PPO)."""

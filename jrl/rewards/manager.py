@@ -6,8 +6,10 @@ import importlib.util
 import inspect
 import logging
 import math
+import os
 import pathlib
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from jrl.config import default_config
 from jrl.data.prompts import Prompt
 from jrl.errors import UserError
-from jrl.rewards import rules, verifiers
-from jrl.rewards.runners import Abandonable, Batches, Inline, Rows, Runner
+from jrl.rewards import formats, rules, sandbox, verifiers
+from jrl.rewards.per_sample import PerSample
+from jrl.rewards.remote import remote
+from jrl.rewards.runners import Abandonable, Batches, Inline, Process, Row, Runner
 from jrl.rewards.worker import RewardFailure
 
 log = logging.getLogger(__name__)
@@ -35,7 +40,14 @@ class Verifier:
     package: str
 
 
-REWARDS: dict[str, RewardFn | Verifier] = {
+@dataclasses.dataclass(frozen=True)
+class Configured:
+    """A reward that needs settings: `make` gives its runner from the config's section `reward`."""
+
+    make: Callable[[Any], Runner]
+
+
+REWARDS: dict[str, RewardFn | Verifier | Configured] = {
     "exact_match": rules.exact_match,
     "last_number": rules.last_number,
     "first_number": rules.first_number,
@@ -43,7 +55,14 @@ REWARDS: dict[str, RewardFn | Verifier] = {
     "gsm8k_flexible": rules.gsm8k_flexible,
     "reasoning_gym": Verifier("reasoning_gym", "reasoning_gym", "reasoning-gym"),
     "math_verify": Verifier("math_verify", "math_verify", "math-verify"),
+    "think_answer": formats.think_answer,
+    "regex": Configured(lambda section: _regex(section)),
+    "length_penalty": Configured(lambda section: Inline(formats.length_penalty(section.length_free, section.length_full))),
+    "python_tests": Configured(lambda section: _python_tests(section)),
+    "remote": Configured(lambda section: remote(section.remote.to_dict())),
 }
+HANG_SHARE = 0.25  # of the deadline: how long one sample may take where each is scored by itself
+LENGTHS = "completion_tokens"  # the column that the trainer adds to the data's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +76,22 @@ class RewardResult:
 class RewardManager:
     """Runs the functions side by side, each with the deadline. Failures are counted, and logged once per kind."""
 
-    def __init__(self, functions: Sequence[tuple[str, RewardFn | str, float]], timeout_s: float):
+    def __init__(self, functions: Sequence[tuple[str, RewardFn | str, float]], timeout_s: float, section: Any = None):
         """
         Args:
           functions: (name of the part, function, weight); the function is a Python callable or a string: a name in
             `REWARDS`, "module:function" or "file.py:function".
           timeout_s: seconds for one call of `score`; starting a worker process is not counted.
+          section: the config's section `reward`, for the functions that need settings; by default with its defaults.
 
         Raises:
           UserError: unknown or broken function, a package that is not installed, two parts of one name.
         """
         _check_names(functions)
-        self._functions: list[tuple[str, Runner, float]] = [(name, _runner(fn), weight) for name, fn, weight in functions]
+        section = default_config().reward if section is None else section
+        self._functions: list[tuple[str, Runner, float]] = [
+            (name, _runner(fn, section), weight) for name, fn, weight in functions
+        ]
         self._places = [f"config.reward.functions={fn}" if isinstance(fn, str) else "reward" for _, fn, _ in functions]
         self._timeout_s = timeout_s
         self._logged: set[str] = set()
@@ -77,8 +100,8 @@ class RewardManager:
     def from_config(cls, section: Any, reward: RewardFn | None = None) -> "RewardManager":
         """From the config's section `reward`; a Python function takes the place of `functions`."""
         if reward is not None:
-            return cls([(getattr(reward, "__name__", "reward").strip("<>"), reward, 1.0)], section.timeout_s)
-        return cls(parse_functions(section.functions), section.timeout_s)
+            return cls([(getattr(reward, "__name__", "reward").strip("<>"), reward, 1.0)], section.timeout_s, section)
+        return cls(parse_functions(section.functions), section.timeout_s, section)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -93,17 +116,31 @@ class RewardManager:
         """
         for place, (name, runner, _) in zip(self._places, self._functions, strict=True):
             try:
-                misfit = runner.misfit(columns)
+                misfit = runner.misfit({*columns, LENGTHS})
             except RewardFailure as failure:
                 raise UserError(f"{place}: {name} cannot be loaded: {failure.text}") from None
             if misfit:
                 raise UserError(f"{place}: {name} {misfit}; the data have {', '.join(sorted(map(str, columns)))}")
 
-    def score_prompts(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> RewardResult:
-        """`score` with the texts and the columns of the prompts, one prompt for each completion."""
+    def submit(self, prompt: Prompt, completion: str, tokens: int) -> None:
+        """Starts what can be scored of one sample by itself, for a call of `score_prompts` that will ask for it.
+
+        Args:
+          tokens: of the completion.
+        """
+        for _, runner, _ in self._functions:
+            if isinstance(runner, PerSample):
+                runner.submit(prompt.text, completion, prompt.columns | {LENGTHS: tokens}, self._timeout_s)
+
+    def score_prompts(self, prompts: Sequence[Prompt], completions: Sequence[str], tokens: Sequence[int]) -> RewardResult:
+        """`score` with the texts and the columns of the prompts, one prompt for each completion.
+
+        Args:
+          tokens: how many each completion has, as the column `completion_tokens`.
+        """
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        return self.score([prompt.text for prompt in prompts], list(completions), columns)
+        columns: dict[str, Sequence] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        return self.score([prompt.text for prompt in prompts], list(completions), columns | {LENGTHS: list(tokens)})
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]) -> RewardResult:
         """Rewards of N completions.
@@ -169,9 +206,9 @@ def _check_names(functions: Sequence[tuple[str, RewardFn | str, float]]) -> None
 # Choosing the runner -------------------------------------------------------------------------------------------------
 
 
-def _runner(fn: RewardFn | str) -> Runner:
+def _runner(fn: RewardFn | str, section: Any) -> Runner:
     if isinstance(fn, str):
-        return _runner_by_name(fn)
+        return _runner_by_name(fn, section)
     if inspect.iscoroutinefunction(fn) or not callable(fn):
         raise UserError(f"reward {fn!r}: must be a plain function (prompts, completions, **columns) -> numbers")
     try:
@@ -181,20 +218,20 @@ def _runner(fn: RewardFn | str) -> Runner:
     if b"__main__" in pickled:  # a script's or a notebook's: the worker process has another __main__
         return Abandonable(fn)
     try:
-        return Batches(pickled)
+        return _users(pickled, section)
     except RewardFailure as failure:
         log.info("reward %r runs in a thread, as a process of its own cannot load it: %s", fn, failure.text)
         return Abandonable(fn)
 
 
-def _runner_by_name(name: str) -> Runner:
+def _runner_by_name(name: str, section: Any) -> Runner:
     if ":" in name:
         place, _, function = name.rpartition(":")
         file = pathlib.Path(place).expanduser()
         if place.endswith(".py") and not file.is_file():
             raise UserError(f"reward.functions={name}: no such file {file.absolute()}")
         try:
-            return Batches(f"{file.absolute()}:{function}" if place.endswith(".py") else name)
+            return _users(f"{file.absolute()}:{function}" if place.endswith(".py") else name, section)
         except RewardFailure as failure:
             raise UserError(f"reward.functions={name}: cannot be loaded: {failure.text}") from None
     if name not in REWARDS:
@@ -202,8 +239,64 @@ def _runner_by_name(name: str) -> Runner:
         hint = f"did you mean {near[0]}? There are" if near else "there are"
         raise UserError(f"reward.functions={name}: unknown; {hint} {', '.join(REWARDS)}, MODULE:FUNCTION, FILE.py:FUNCTION")
     reward = REWARDS[name]
+    if isinstance(reward, Configured):
+        return reward.make(section)
     if not isinstance(reward, Verifier):
         return Inline(reward)
     if importlib.util.find_spec(reward.module) is None:
         raise UserError(f"reward.functions={name}: needs the package {reward.package}; pip install 'jrl[rewards]'")
-    return Rows(f"{verifiers.__file__}:{reward.name}", reward.module)
+    return _rows([Process(f"{verifiers.__file__}:{reward.name}", reward.module) for _ in range(_workers(section))])
+
+
+def _users(spec: bytes | str, section: Any) -> Runner:
+    """A user's function, of all samples or, as its parameters say, of one. Raises RewardFailure if it cannot be loaded."""
+    process = Process(spec)
+    if process.ask("per_sample"):
+        return _rows([process, *(Process(spec) for _ in range(_workers(section) - 1))])
+    return Batches(process)
+
+
+def _rows(processes: Sequence[Process]) -> PerSample:
+    return PerSample([Row(process) for process in processes], share=HANG_SHARE)
+
+
+def _workers(section: Any) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return section.workers or cores
+
+
+def _regex(section: Any) -> Runner:
+    try:
+        re.compile(section.pattern)
+    except re.error as error:
+        raise UserError(f"config.reward.pattern={section.pattern}: no regular expression: {error}") from None
+    if not section.pattern:
+        raise UserError("config.reward.pattern=: the reward regex needs an expression; give one")
+    spec, options = f"{formats.__file__}:regex", {"pattern": section.pattern}
+    return _rows([Process(spec, options=options) for _ in range(_workers(section))])
+
+
+def _python_tests(section: Any) -> Runner:
+    options = section.sandbox.to_dict()
+    place, weak = "config.reward.functions=python_tests", "--config.reward.sandbox.allow_weak=True"
+    if options["wall_s"] > HANG_SHARE * section.timeout_s - sandbox.LATE_S:
+        least = (options["wall_s"] + sandbox.LATE_S) / HANG_SHARE
+        raise UserError(
+            f"config.reward.sandbox.wall_s={options['wall_s']}: a sample may take a quarter of reward.timeout_s="
+            f"{section.timeout_s}, in which the sandbox needs {sandbox.LATE_S} s; give a timeout_s of {least:g} or more"
+        )
+    try:
+        weakness, kept = sandbox.check(options)
+    except OSError as error:
+        raise UserError(
+            f"{place}: no sandbox that holds can be made here ({error}); allow unprivileged user namespaces, or give {weak} to "
+            "run the programs with your own rights but for some limits"
+        ) from None
+    broken = [promise for promise, holds in kept.items() if not holds]
+    log.info("sandbox: seen to hold: %s", ", ".join(promise for promise, holds in kept.items() if holds))
+    if (broken or weakness) and not options["allow_weak"]:
+        raise UserError(f"{place}: the sandbox does not keep what it promises ({', '.join(broken)}); give {weak} to go on")
+    if broken or weakness:
+        log.warning("sandbox: WEAK (%s); NOT kept: %s", weakness, ", ".join(broken) or "nothing of what was tried")
+    spec = f"{sandbox.__file__}:python_tests"
+    return _rows([Process(spec, options=options) for _ in range(_workers(section))])

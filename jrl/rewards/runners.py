@@ -1,7 +1,8 @@
-"""Three ways to run a reward function: inline, in a process that can be killed, in a thread that can be left behind.
+"""Ways to run a reward function: inline, in a process that can be killed, in a thread that can be left behind.
 
 Each has `run(prompts, completions, columns, timeout_s) -> (rewards f32[N], failures)`: where a sample has no reward it
-is NaN, and `failures` say why; and `misfit(columns)`, see `worker.misfit`, to be asked before any sample. N samples.
+is NaN, and `failures` say why; and `misfit(columns)`, see `worker.misfit`, to be asked before any sample. N samples. In
+`jrl.rewards.per_sample` several of them score single samples.
 """
 
 import contextlib
@@ -13,9 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ from jrl.rewards.worker import RewardFailure
 START_TIMEOUT_S = 60.0  # for starting a process and importing a user's module, on top of the rewards' own deadline
 MAX_ABANDONED = 8  # threads of one function that may hang at a time
 BATCH = ("prompts", "completions")  # what a function of all samples gets before its columns
-ROW = ("completion",)  # likewise, of one sample
+ROW = ("prompt", "completion")  # what a function of one sample can take besides its columns, by name
 
 Columns = dict[str, list]
 
@@ -47,7 +47,8 @@ class Runner(Protocol):
     def misfit(self, columns: Collection[str]) -> str: ...
 
 
-def _all_failed(n: int, failure: RewardFailure) -> Outcome:
+def all_failed(n: int, failure: RewardFailure) -> Outcome:
+    """No reward for any of n samples."""
     return np.full(n, np.nan, np.float32), [Failures(failure.kind, n, failure.text)]
 
 
@@ -61,7 +62,7 @@ class Inline:
         try:
             return worker.call(self._fn, prompts, completions, columns), []
         except RewardFailure as failure:
-            return _all_failed(len(completions), failure)
+            return all_failed(len(completions), failure)
 
     def misfit(self, columns: Collection[str]) -> str:
         return worker.misfit(self._fn, BATCH, columns)
@@ -78,7 +79,7 @@ class Abandonable:
         n = len(completions)
         self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
         if len(self._abandoned) >= MAX_ABANDONED:
-            return _all_failed(n, RewardFailure("timeout", f"not called: {MAX_ABANDONED} earlier calls still hang"))
+            return all_failed(n, RewardFailure("timeout", f"not called: {MAX_ABANDONED} earlier calls still hang"))
         done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         arguments = (prompts, completions, columns, timeout_s)
         thread = threading.Thread(target=lambda: done.put(Inline(self._fn).run(*arguments)), daemon=True)
@@ -87,7 +88,7 @@ class Abandonable:
             return done.get(timeout=timeout_s)
         except queue.Empty:
             self._abandoned.append(thread)
-            return _all_failed(n, RewardFailure("timeout", f"still running after {timeout_s:g} s, in a thread that goes on"))
+            return all_failed(n, RewardFailure("timeout", f"still running after {timeout_s:g} s, in a thread that goes on"))
 
     def misfit(self, columns: Collection[str]) -> str:
         return worker.misfit(self._fn, BATCH, columns)
@@ -96,8 +97,8 @@ class Abandonable:
 class Process:
     """A process with one function: started when needed, reused, killed and replaced when it hangs or crashes."""
 
-    def __init__(self, spec: bytes | str, module: str = ""):
-        self._spec, self._module = spec, module  # a module to import beforehand, as that takes seconds
+    def __init__(self, spec: bytes | str, module: str = "", options: Mapping[str, Any] | None = None):
+        self._load = spec, module, options  # see `worker.load`
         self._connection: Connection | None = None
         self.kill: Callable[[], Any] = lambda: None
 
@@ -122,7 +123,7 @@ class Process:
         self.kill = weakref.finalize(self, _kill, process, mine)
         path = [os.path.abspath(entry) for entry in dict.fromkeys([*sys.path, ""])]
         try:
-            self.send("load", path, self._spec, self._module)
+            self.send("load", path, *self._load)
             self.receive(START_TIMEOUT_S)
         except RewardFailure as failure:
             self._stop()
@@ -156,10 +157,10 @@ class Process:
             raise RewardFailure(status, value)
         return value
 
-    def misfit(self, arguments: Sequence[str], columns: Collection[str]) -> str:
-        """`worker.misfit`, asked where the function is loaded. Raises RewardFailure where it cannot be."""
+    def ask(self, *question: Any) -> Any:
+        """The answer to a question about the function. Raises RewardFailure where it cannot be loaded."""
         self.start()
-        self.send("misfit", arguments, list(columns))
+        self.send(*question)
         return self.receive(START_TIMEOUT_S)
 
     def _stop(self) -> None:
@@ -177,9 +178,8 @@ def _kill(process: subprocess.Popen, connection: Connection) -> None:
 class Batches:
     """A user's function in a worker process, all samples in one call."""
 
-    def __init__(self, spec: bytes | str):
-        self._process = Process(spec)
-        self._process.start()
+    def __init__(self, process: Process):
+        self._process = process
 
     def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
         try:
@@ -187,39 +187,29 @@ class Batches:
             self._process.send("batch", prompts, completions, columns)
             return self._process.receive(timeout_s), []
         except RewardFailure as failure:
-            return _all_failed(len(completions), failure)
+            return all_failed(len(completions), failure)
 
     def misfit(self, columns: Collection[str]) -> str:
-        return self._process.misfit(BATCH, columns)
+        return self._process.ask("misfit", BATCH, list(columns))
 
 
-class Rows:
-    """A verifier in a process, one sample at a time; one that hangs for a quarter of the deadline costs only itself."""
+class Row:
+    """A function of one sample in a worker process."""
 
-    def __init__(self, spec: str, module: str):
-        self._process = Process(spec, module)
+    def __init__(self, process: Process):
+        self._process = process
+
+    def start(self) -> None:
+        self._process.start()
 
     def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
-        n = len(completions)
-        rewards, failures = np.full(n, np.nan, np.float32), []
-        left_s = timeout_s
-        for i, completion in enumerate(completions):
-            if left_s <= 0:
-                failures.append(Failures("timeout", n - i, f"not reached in {timeout_s:g} s"))
-                break
-            try:
-                self._process.start()  # after a kill; its time does not count
-            except RewardFailure as failure:
-                failures.append(Failures(failure.kind, n - i, failure.text))
-                break
-            started = time.monotonic()
-            try:
-                self._process.send("row", completion, {name: values[i] for name, values in columns.items()})
-                rewards[i] = self._process.receive(min(left_s, timeout_s / 4))
-            except RewardFailure as failure:
-                failures.append(Failures(failure.kind, 1, failure.text))
-            left_s -= time.monotonic() - started
-        return rewards, failures
+        ((prompt, completion),) = zip(prompts, completions, strict=True)
+        try:
+            self._process.start()
+            self._process.send("row", prompt, completion, {name: values[0] for name, values in columns.items()})
+            return np.array([self._process.receive(timeout_s)], np.float32), []
+        except RewardFailure as failure:
+            return all_failed(1, failure)
 
     def misfit(self, columns: Collection[str]) -> str:
-        return self._process.misfit(ROW, columns)
+        return self._process.ask("misfit", (), [*ROW, *columns])

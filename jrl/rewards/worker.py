@@ -1,8 +1,8 @@
 """The process in which reward functions run that could hang or crash: `python worker.py FD`.
 
-It answers pickled messages on the socket FD: ("load", sys.path, spec, module) first, then ("batch", prompts,
-completions, columns), ("row", completion, columns of the row) or ("misfit", arguments, names of columns). A reply is
-("ok", value) or (kind of failure, text).
+It answers pickled messages on the socket FD: ("load", sys.path, spec, module, options) first, then ("batch", prompts,
+completions, columns), ("row", prompt, completion, columns of the row), ("misfit", arguments, names of columns) or
+("per_sample",). A reply is ("ok", value) or (kind of failure, text).
 The file runs as a script that needs neither jrl nor jax, so a worker starts fast and never opens an accelerator.
 """
 
@@ -40,6 +40,8 @@ def call(fn: Callable, prompts: Sequence[str], completions: Sequence[str], colum
     try:
         result = fn(prompts, completions, **accepted(fn, columns))
         rewards = np.asarray(result.tolist() if hasattr(result, "tolist") else result)
+    except RewardFailure:
+        raise
     except (Exception, SystemExit) as error:
         raise RewardFailure("error", describe(error)) from error
     if rewards.dtype == object and all(x is None or isinstance(x, float | int) for x in rewards.flat):
@@ -84,6 +86,22 @@ def misfit(fn: Callable, arguments: Sequence[str], columns: Iterable[str]) -> st
     return ""
 
 
+def per_sample(fn: Callable) -> bool:
+    """Whether a function is of one sample, `fn(completion, ...)`, and not of all, `fn(prompts, completions, ...)`."""
+    try:
+        return "completion" in inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def row(fn: Callable, prompt: str, completion: str, columns: Mapping[str, Any]) -> float:
+    """The reward of one sample; a column that the function needs and the row lacks is None."""
+    given = {**columns, "prompt": prompt, "completion": completion}
+    parameters = inspect.signature(fn).parameters.values()
+    needed = {p.name: None for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return float(fn(**needed | accepted(fn, given)))
+
+
 def describe(error: BaseException) -> str:
     """What was raised and where, in one line."""
     where = traceback.extract_tb(error.__traceback__)
@@ -91,12 +109,18 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{at}"
 
 
-def load(spec: bytes | str, module: str = "") -> Callable:
-    """A function from "module:function", "file.py:function" or a pickle of it; `module` is imported besides."""
+def load(spec: bytes | str, module: str = "", options: Mapping[str, Any] | None = None) -> Callable:
+    """A function from "module:function", "file.py:function" or a pickle of it; `module` is imported besides.
+
+    With `options` it is what the function so named returns for them.
+    """
     if module:
         importlib.import_module(module)
-    if isinstance(spec, bytes):
-        return pickle.loads(spec)
+    found = pickle.loads(spec) if isinstance(spec, bytes) else _by_name(spec)
+    return found if options is None else found(**options)
+
+
+def _by_name(spec: str) -> Callable:
     place, _, name = spec.rpartition(":")
     if not place.endswith(".py"):
         return getattr(importlib.import_module(place), name)
@@ -109,10 +133,6 @@ def load(spec: bytes | str, module: str = "") -> Callable:
     return getattr(loaded, name)
 
 
-def _row(fn: Callable, completion: str, row: Mapping[str, Any]) -> float:
-    return float(fn(completion, **row))
-
-
 def _attempt(action: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
     try:
         return "ok", action(*arguments)
@@ -122,7 +142,7 @@ def _attempt(action: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
         return "error", describe(error)
 
 
-_ACTIONS: dict[str, Callable[..., Any]] = {"batch": call, "row": _row, "misfit": misfit}
+_ACTIONS: dict[str, Callable[..., Any]] = {"batch": call, "row": row, "misfit": misfit, "per_sample": per_sample}
 
 
 def _serve(connection: Connection) -> None:

@@ -193,8 +193,10 @@ class Engine:
         self.stats.seconds += time.perf_counter() - began
         return finished
 
-    def generate(self, requests: list[Request], on_step=lambda engine: None) -> list[Completion]:
+    def generate(self, requests: list[Request], on_step=lambda finished: None) -> list[Completion]:
         """All completions of the requests; `Completion.request` is the position in `requests`.
+
+        After each step `on_step` is called with those that it finished.
 
         They are, bit by bit, the same whatever was generated before: prompts cached by earlier calls are not used, as what is
         read from the cache may differ in its last bits from what is computed with the rest of the prompt. With `speculate`
@@ -206,9 +208,10 @@ class Engine:
         tickets = {ticket: i for i, ticket in enumerate(self.submit(requests))}
         completions = []
         while not self.idle:
-            completions += self.step()
-            on_step(self)
-        return [dataclasses.replace(c, request=tickets[c.request]) for c in completions]
+            finished = [dataclasses.replace(c, request=tickets[c.request]) for c in self.step()]
+            completions += finished
+            on_step(finished)
+        return completions
 
     def running(self) -> Iterator[Completion]:
         """What every sample under way has so far; the stop reason is empty."""

@@ -1,5 +1,6 @@
 """Whatever a reward function does, the run goes on: the sample is masked, counted and reported."""
 
+import importlib
 import logging
 import os
 import pathlib
@@ -18,7 +19,8 @@ from jrl.data import Prompt
 from jrl.errors import UserError
 from jrl.rewards import RewardManager
 from jrl.rewards.manager import REWARDS, Verifier, parse_functions
-from jrl.rewards.runners import MAX_ABANDONED, Process, Rows
+from jrl.rewards.per_sample import PerSample
+from jrl.rewards.runners import MAX_ABANDONED, Process, Row
 
 FILE = user.__file__
 
@@ -75,8 +77,9 @@ def test_prompts_bring_texts_and_columns():
         return [1, 1]
 
     manager = RewardManager([("spy", spy, 1.0)], 10)
-    manager.score_prompts(prompts, np.array(["x", "y"], object))
-    assert seen == {"prompts": ["t0", "t1"], "completions": ["x", "y"], "answer": ["1", "1"], "bonus": [None, 2]}
+    manager.score_prompts(prompts, np.array(["x", "y"], object), [3, 5])
+    columns = {"answer": ["1", "1"], "bonus": [None, 2], "completion_tokens": [3, 5]}
+    assert seen == {"prompts": ["t0", "t1"], "completions": ["x", "y"], **columns}
 
 
 def test_config_names_functions_and_a_python_function_takes_their_place():
@@ -105,7 +108,8 @@ def test_process_is_another_one_reused_and_replaced_after_a_hang(tmp_path):
 
 
 def test_process_holds_neither_jax_nor_jrl():
-    assert "jax" in sys.modules, "the negative control: here it is"
+    importlib.import_module("jax")
+    assert {"jax", "jrl"} <= sys.modules.keys(), "the negative control: here they are"
     process = Process(f"{FILE}:heavy_modules", module="math_verify")
     process.start()
     process.send("batch", ["p"], ["c"], {})
@@ -195,7 +199,7 @@ def test_abandoned_threads_are_bounded():
 
 
 def test_verifier_loses_only_the_samples_that_hang_crash_or_raise():
-    rows = Rows(f"{FILE}:moody_row", module="math")
+    rows = PerSample([Row(Process(f"{FILE}:moody_row", module="math"))], share=1 / 4)
     completions = ["x", "hang", "x", "raise", "die", "x"]
     rewards, failures = rows.run(["p"] * 6, completions, {"answer": ["1"] * 6}, timeout_s=3.0)
     np.testing.assert_array_equal(rewards, [1, np.nan, 1, np.nan, np.nan, 1])
@@ -203,7 +207,7 @@ def test_verifier_loses_only_the_samples_that_hang_crash_or_raise():
 
 
 def test_verifier_keeps_to_the_deadline_of_the_whole():
-    rows = Rows(f"{FILE}:moody_row", module="math")
+    rows = PerSample([Row(Process(f"{FILE}:moody_row", module="math"))], share=1 / 4)
     rewards, failures = rows.run(["p"] * 8, ["x"] + ["hang"] * 7, {}, timeout_s=1.6)
     np.testing.assert_array_equal(np.isnan(rewards), [False] + [True] * 7)
     assert {f.kind for f in failures} == {"timeout"} and sum(f.samples for f in failures) == 7

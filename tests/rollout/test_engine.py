@@ -160,7 +160,7 @@ def test_a_scarce_pool_makes_groups_wait_and_loses_nothing(engine):
     scarce, used = make_engine(num_pages=10), []
     pages = scarce.scheduler.replicas[0].pages
 
-    def watch(engine):
+    def watch(finished):
         used.append(pages.used)
         assert pages.free + pages.used + pages.cached == 9
 
