@@ -159,6 +159,7 @@ def _new_user(proc: int, others: int) -> None:
 
 def watch(request: dict, options: dict, proc: int | None, weak: bool) -> dict:
     """Runs one program and everything that it starts, to the end of all of them."""
+    watched = os.getppid()
     if weak:
         directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
         if sys.platform == "linux":
@@ -166,8 +167,9 @@ def watch(request: dict, options: dict, proc: int | None, weak: bool) -> dict:
     else:
         assert proc is not None
         _new_user(proc, _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC)
+        _die_with(watched)
         size = options["file_bytes"] + len(request["source"]) + len(request["stdin"])
-        _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes={options['files'] + 4},mode=700")
+        _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes={options['files'] + 3},mode=700")
         _mount("/tmp", "/dev/shm", flags=_MS_BIND)
         directory = "/tmp"
     try:
@@ -196,12 +198,19 @@ def _fork(do: Callable[[], None]) -> int:
     if pid:
         return pid
     try:
-        if sys.platform == "linux":
-            _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _die_with(os.getppid())
         do()
         os._exit(0)
     except BaseException as error:
         os.write(2, f"jail: {error}\n".encode())
+        os._exit(125)
+
+
+def _die_with(parent: int) -> None:
+    """Ends this process with its parent; to be said again after each change of user or capabilities, which revokes it."""
+    if sys.platform == "linux":
+        _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
         os._exit(125)
 
 
@@ -296,8 +305,8 @@ def _become(directory: str, stdin: int, stdout: int, options: dict, weak: bool) 
     }  # fmt: skip
     for name, limit in limits.items():
         resource.setrlimit(name, (limit, limit))
+    _die_with(os.getppid())
     if sys.platform == "linux":
-        _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # lost with a change of user
         _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         filter_system_calls()
     os.dup2(os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC), 2)
@@ -352,12 +361,13 @@ def _hindrance() -> str:
 
 
 def _serve(options: dict) -> None:
-    if sys.platform == "linux":
-        _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parent = os.getppid()
+    _die_with(parent)
     why = _hindrance()
     if why and not options["weak"]:
         return _answer({"refused": why})
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if why and os.path.isdir("/proc/self") else None if why else enter()
+    _die_with(parent)
     _answer({"weak": why})
     for line in sys.stdin:
         request = json.loads(line)

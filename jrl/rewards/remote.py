@@ -47,19 +47,21 @@ class Service:
     def __init__(self, url: str, key: str, retries: int):
         self._url, self._retries = url, retries
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._guard = Abandonable(self._scores)
+        self._until = 0.0  # of the call that is under way
 
     def start(self) -> None:
         pass
 
     def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
-        until = time.monotonic() + timeout_s
-        ask = Abandonable(lambda prompts, completions, **columns: self._scores(prompts, completions, columns, until))
-        return ask.run(prompts, completions, columns, timeout_s)
+        self._until = time.monotonic() + timeout_s
+        return self._guard.run(prompts, completions, columns, timeout_s)
 
     def misfit(self, columns: Collection[str]) -> str:
         return ""
 
-    def _scores(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, until: float) -> list:
+    def _scores(self, prompts: Sequence[str], completions: Sequence[str], /, **columns: list) -> list:
+        until = self._until  # another call will have another one
         body = {**columns, "prompts": list(prompts), "completions": list(completions)}
         answer = self._post(json.dumps(body, default=_plain).encode(), until)
         try:

@@ -69,10 +69,13 @@ class Inline:
 
 
 class Abandonable:
-    """Calls the function in a daemon thread, left to itself at the deadline: for what no other process can load."""
+    """Calls the function in a daemon thread, left to itself at the deadline: for what no other process can load.
+
+    A function of one sample is called for one after another.
+    """
 
     def __init__(self, fn: Callable):
-        self._fn = fn
+        self._fn, self._per_sample = fn, worker.per_sample(fn)
         self._abandoned: list[threading.Thread] = []
 
     def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
@@ -81,8 +84,9 @@ class Abandonable:
         if len(self._abandoned) >= MAX_ABANDONED:
             return all_failed(n, RewardFailure("timeout", f"not called: {MAX_ABANDONED} earlier calls still hang"))
         done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        call = self._of_each if self._per_sample else self._fn
         arguments = (prompts, completions, columns, timeout_s)
-        thread = threading.Thread(target=lambda: done.put(Inline(self._fn).run(*arguments)), daemon=True)
+        thread = threading.Thread(target=lambda: done.put(Inline(call).run(*arguments)), daemon=True)
         thread.start()
         try:
             return done.get(timeout=timeout_s)
@@ -90,8 +94,12 @@ class Abandonable:
             self._abandoned.append(thread)
             return all_failed(n, RewardFailure("timeout", f"still running after {timeout_s:g} s, in a thread that goes on"))
 
+    def _of_each(self, prompts: Sequence[str], completions: Sequence[str], **columns: list) -> list[float]:
+        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
+        return [worker.row(self._fn, *sample) for sample in zip(prompts, completions, rows, strict=True)]
+
     def misfit(self, columns: Collection[str]) -> str:
-        return worker.misfit(self._fn, BATCH, columns)
+        return worker.misfit(self._fn, *(((), [*ROW, *columns]) if self._per_sample else (BATCH, columns)))
 
 
 class Process:

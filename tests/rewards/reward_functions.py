@@ -58,6 +58,16 @@ def moody_row(completion, **columns):
     return 1.0
 
 
+def slow_length(completion, *, size, prompt="", **columns):
+    """Of one sample; later for longer ones that come earlier."""
+    time.sleep(size / 50)
+    return len(prompt) + len(completion) + size / 8
+
+
+def row_process_id(completion, note=None):
+    return os.getpid() if note is None else -1.0
+
+
 def act(text):
     if text == "raise":
         raise RuntimeError("out of patience")
