@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import textwrap
+import time
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from jrl.config import choose_pieces, load
 from jrl.losses import policy_columns
 from jrl.plan import make_plan
 from jrl.replay import Replay, from_text, to_text
+from jrl.rewards import RewardManager
+from jrl.rewards.per_sample import PerSample
 from jrl.sharding.digest import digest
 from tests.runs import ROOT, TINY, a_run, assert_same_runs, lines, trained
 
@@ -382,3 +385,70 @@ def test_a_replay_keeps_the_latest_steps_and_survives_being_written(shared):
     nothing = Replay(0)
     nothing.push(first)
     assert nothing.batches == ()
+
+
+# Rewards -------------------------------------------------------------------------------------------------------------------
+
+
+MINE = """
+    import time
+
+    def slow(completion, answer, completion_tokens):
+        time.sleep(0.05)
+        return completion.count("a") + len(answer) + completion_tokens / 64
+
+    def of_all(prompts, completions):
+        return [float(len(set(completions)))] * len(completions)
+"""
+
+
+def test_single_samples_are_scored_while_others_are_generated_and_no_order_matters(shared, tmp_path, monkeypatch):
+    trainer, _ = shared
+    engine, prompts, ready = trainer.parts.engine, trainer.parts.stream.next(8), []
+    (tmp_path / "mine.py").write_text(textwrap.dedent(MINE))
+    section = trainer.config.copy_and_resolve_references().reward
+    section.functions = f"{tmp_path}/mine.py:slow, {tmp_path}/mine.py:of_all*0.5, last_number"
+    rewards = RewardManager.from_config(section)
+    (tickets,) = (runner._early for _, runner, _ in rewards._functions if isinstance(runner, PerSample))
+    monkeypatch.setattr(trainer.parts, "rewards", rewards)
+    monkeypatch.setattr(trainer.run, "samples", 0)
+    generate, score, step = engine.generate, trainer.score, engine.step
+
+    def sampled():
+        trainer.run.samples = 0  # the same random numbers
+        return trainer.sample(prompts, first_group=0)
+
+    def noting(*arguments):
+        ready.append(sum(ticket.done.is_set() for found in tickets.values() for ticket in found))
+        return score(*arguments)
+
+    def backwards(requests, on_step):
+        given = []
+        completions = generate(requests, on_step=given.extend)
+        for completion in reversed(given):
+            on_step([completion])
+        return completions[::-1]
+
+    monkeypatch.setattr(trainer, "score", noting)
+    late = sampled()  # the processes start now
+    monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.8), step())[1])
+    early = sampled()
+    monkeypatch.setattr(engine, "step", step)
+    monkeypatch.setattr(engine, "generate", backwards)
+    again = sampled()
+    monkeypatch.setattr(rewards, "submit", lambda *_: None)
+    alone = sampled()
+    assert ready[1] >= 16 and ready[3] == 0, "of 32 samples, 16 of which are generated at a time"
+    for batch in (late, again, alone):
+        np.testing.assert_array_equal(batch.rollout.tokens, early.rollout.tokens)
+        np.testing.assert_array_equal(batch.rewards, early.rewards)
+        for name in ("slow", "of_all", "last_number"):
+            np.testing.assert_array_equal(batch.reward_parts[name], early.reward_parts[name])
+    lens = early.rollout.response_lens
+    expected = [
+        t.count("a") + len(p.columns["answer"]) + n / 64 for t, p, n in zip(early.texts, early.prompts, lens, strict=True)
+    ]
+    np.testing.assert_allclose(early.reward_parts["slow"], expected)
+    calls = early.texts.reshape(2, 16)  # as many at once as a step has
+    np.testing.assert_array_equal(early.reward_parts["of_all"].reshape(2, 16), [[len(set(texts))] * 16 for texts in calls])
+    assert len(set(expected)) > 1 and not tickets, "nothing is left over"

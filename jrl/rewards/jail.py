@@ -11,8 +11,8 @@ code or 128 + signal, "output": what it wrote to stdout}; how is exit, wall, mem
           program   unprivileged, no capabilities, no new ones, system calls filtered, resource limits, a /tmp of its own
 
 The program's user is "nobody" where this runs as root, and otherwise the one who runs it, in a user namespace either way.
-Without namespaces only the limits, the filter and the watcher are left: the program can then read what its user can read, use the
-network, and, by leaving no trace of its descent, outlive its time.
+Without namespaces only the limits, the filter and the watcher are left: the program can then read what its user can read and use
+the network, and where there is no /proc either (macOS, never tried) it can outlive its time.
 """
 
 import contextlib
@@ -180,12 +180,18 @@ def watch(request: dict, options: dict, proc: int | None, weak: bool) -> dict:
         stdin = os.open(f"{directory}/stdin", os.O_RDONLY)
         os.unlink(f"{directory}/stdin")
         reading, writing = os.pipe()
-        init = _fork(lambda: _init(lambda: _become(directory, stdin, writing, options, weak)))
+        init = _fork(lambda: _init(lambda: _become(directory, stdin, writing, options, weak), weak))
         os.close(writing)
+        result = {"code": -1}
         try:
-            return _until_it_ends(init, reading, request["wall_s"], options, proc)
+            result = _until_it_ends(init, reading, request["wall_s"], options, proc)
         finally:
-            _end(init, proc, weak)
+            if result["code"] < 0:  # otherwise its number may be another's by now
+                (os.killpg if weak else os.kill)(init, signal.SIGKILL)
+                os.waitpid(init, 0)
+            if weak and proc is not None:
+                _end_descendants(proc)
+        return result
     finally:
         if weak:
             shutil.rmtree(directory, ignore_errors=True)
@@ -214,7 +220,9 @@ def _die_with(parent: int) -> None:
         os._exit(125)
 
 
-def _init(do: Callable[[], None]) -> NoReturn:
+def _init(do: Callable[[], None], weak: bool) -> NoReturn:
+    if weak:
+        os.setpgid(0, 0)
     program = _fork(do)
     os.closerange(3, 1024)
     while True:
@@ -252,12 +260,9 @@ def _until_it_ends(init: int, reading: int, wall_s: float, options: dict, proc: 
     return {"ended": ended, "code": code, "output": output[: options["output_bytes"]].decode(errors="replace")}
 
 
-def _end(init: int, proc: int | None, weak: bool) -> None:
-    """Ends all that is left: in a PID namespace by its first process, otherwise by descent."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(init, signal.SIGKILL)
-        os.waitpid(init, 0)
-    while weak and proc is not None and (left := list(descendants(proc, os.getpid()))):
+def _end_descendants(proc: int) -> None:
+    """Ends what has come down to this process, the reaper of all orphans below it; in a PID namespace the kernel has done so."""
+    while left := list(descendants(proc, os.getpid())):
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -288,7 +293,8 @@ def _resident_bytes(proc: int, pid: int) -> int:
 
 def _become(directory: str, stdin: int, stdout: int, options: dict, weak: bool) -> NoReturn:
     """This process becomes the program."""
-    os.setsid()
+    if not weak:  # there its group is how it is ended
+        os.setsid()
     os.dup2(stdin, 0)
     os.dup2(stdout, 1)
     os.closerange(3, 1024)
@@ -304,7 +310,8 @@ def _become(directory: str, stdin: int, stdout: int, options: dict, weak: bool) 
         resource.RLIMIT_NPROC: options["processes"] + 2,  # watcher and init count as well
     }  # fmt: skip
     for name, limit in limits.items():
-        resource.setrlimit(name, (limit, limit))
+        with contextlib.suppress(*(() if sys.platform == "linux" else (OSError, ValueError))):  # macOS does not have all
+            resource.setrlimit(name, (limit, limit))
     _die_with(os.getppid())
     if sys.platform == "linux":
         _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

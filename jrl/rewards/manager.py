@@ -140,7 +140,7 @@ class RewardManager:
         """
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         columns: dict[str, Sequence] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        return self.score([prompt.text for prompt in prompts], list(completions), columns | {LENGTHS: list(tokens)})
+        return self.score([prompt.text for prompt in prompts], list(completions), columns | {LENGTHS: [int(n) for n in tokens]})
 
     def score(self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]) -> RewardResult:
         """Rewards of N completions.
