@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jrl import config as config_lib
+from jrl import utilization
 from jrl.algorithms.value_loss import explained_variance
 from jrl.build import Parts
 from jrl.checkpoint import Checkpointer
@@ -164,6 +166,7 @@ class Run:
         }  # fmt: skip
         metrics["timing_s/step"] = seconds
         metrics["perf/throughput"] = tokens / seconds
+        metrics |= self._utilization(batch, metrics)
         metrics["perf/compiled_programs"] = sum(
             len(x.compiled) for x in (self.parts.policy, self.parts.critic, self.parts.reference, self.parts.engine) if x
         )
@@ -179,6 +182,21 @@ class Run:
         self._sampled = []
         self.step = step + 1
         self._commit()
+
+    def _utilization(self, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
+        """The step's and its policy update's share of peak arithmetic, where the peak is known, and memory."""
+        c, p, devices, rollout = self.config.algorithm, self.parts, jax.local_devices(), batch.rollout
+        taught = metrics.get("rollout/rows_taught", 0.0) * c.minibatches / len(batch) * ("timing_s/update_actor" in metrics)
+        updates = utilization.update_flops(p.arch, rollout, c.epochs, taught)
+        passes = p.old_logprobs + (p.reference is not None)
+        sampled = [b.rollout for b in self._sampled]
+        others = utilization.other_flops(p.arch, sampled, rollout, c.epochs, passes, p.critic is not None)
+        shares = {
+            "perf/mfu": utilization.mfu(updates + others, metrics["timing_s/step"], devices),
+            "perf/mfu/actor": utilization.mfu(updates, metrics.get("timing_s/update_actor", 0.0), devices),
+        }
+        known = {name: share for name, share in shares.items() if share is not None}
+        return known | {"perf/max_memory_allocated_gb": utilization.max_memory_gb(devices)}
 
     def log_eval(self, sampled: Batch | None, greedy: Batch) -> dict[str, float]:
         """Writes and returns held-out accuracy: the first reward function's mean."""

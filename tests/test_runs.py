@@ -63,8 +63,9 @@ def test_metrics_have_the_names_of_the_field(finished):
             "actor/entropy", "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/grad_norm", "actor/lr",
             "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "response_length/mean",
             "response_length/clip_ratio", "prompt_length/mean", "timing_s/gen", "timing_s/update_actor", "timing_s/step",
-            "perf/throughput", "rollout_corr/kl",
+            "perf/throughput", "perf/max_memory_allocated_gb", "rollout_corr/kl",
         } <= step.keys()  # fmt: skip
+        assert "perf/mfu" not in step, "nobody knows the peak of a CPU"
         assert all(np.isfinite(v) for v in step.values() if isinstance(v, float))
 
 

@@ -133,7 +133,8 @@ def matrix_params(arch: Arch, head: bool = True) -> int:
     return body + embedding * head
 
 
-def _attention_flops(arch: Arch, queries: float, keys: float) -> float:
+def attention_flops(arch: Arch, queries: float, keys: float) -> float:
+    """Of scores and weighted sums, in all layers."""
     return 4 * arch.num_layers * arch.num_heads * arch.head_dim * queries * keys
 
 
@@ -155,7 +156,7 @@ def _learner_pass(plan: Plan, arch: Arch, config, chip: Chip, model: str, learns
     prompt, response = b["prompt_tokens"], b["response_tokens"]
     pairs = (b["prompts"] * prompt * prompt + b["sequences"] * response * (prompt + response)) / (d * f * c)
     head = model != "critic"
-    flops = passes * (2 * matrix_params(arch, head) * tokens + _attention_flops(arch, 1, pairs)) / t
+    flops = passes * (2 * matrix_params(arch, head) * tokens + attention_flops(arch, 1, pairs)) / t
     microbatches = b["microbatches"] * b["minibatches"]
     held = arch.num_params() / t  # weights of a tensor shard
     split = f * c  # ways in which each is split
@@ -190,7 +191,7 @@ def _apply(plan: Plan, model: str, chip: Chip) -> Phase:
 def _prefill(plan: Plan, arch: Arch, chip: Chip) -> Phase:
     b, t = plan.batch, plan.meshes["rollout"]["tensor"]
     tokens = b["prompts"] * b["prompt_tokens"] / b["replicas"]
-    flops = (2 * matrix_params(arch, head=False) * tokens + _attention_flops(arch, tokens, b["prompt_tokens"])) / t
+    flops = (2 * matrix_params(arch, head=False) * tokens + attention_flops(arch, tokens, b["prompt_tokens"])) / t
     received = 2 * arch.num_layers * 2 * tokens * arch.hidden_size * COMPUTE_BYTES * (t - 1) / t
     return _phase(chip, flops, 0, [(t, 1, received, 2 * arch.num_layers)])
 
@@ -204,7 +205,7 @@ def _decode(plan: Plan, arch: Arch, config, chip: Chip) -> Phase:
     kv = 1 if config.rollout.kv == "int8" else COMPUTE_BYTES
     weights = 1 if config.rollout.weights == "int8" else COMPUTE_BYTES
     read = matrix_params(arch) * weights + busy * context * _kv_bytes(arch) * kv / COMPUTE_BYTES
-    flops = 2 * matrix_params(arch) * busy + _attention_flops(arch, busy, context)
+    flops = 2 * matrix_params(arch) * busy + attention_flops(arch, busy, context)
     received = 2 * arch.num_layers * 2 * busy * arch.hidden_size * COMPUTE_BYTES * (t - 1) / t
     return _phase(chip, flops / t, read / t, [(t, 1, received, 2 * arch.num_layers)]).times(steps)
 
