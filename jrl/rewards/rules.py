@@ -48,13 +48,17 @@ def first_number(prompts: Sequence[str], completions: Sequence[str], *, answer: 
 
 
 def gsm8k_strict(prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[Any], **_: Any) -> np.ndarray:
-    """The number after the reply's last "####" equals the one after the answer's."""
+    """The number after the reply's last "####" equals the one after the answer's.
+
+    Both GSM8K rules take what verl's of that name take, and compare it as a number: 1,234.0 is 1234. Unlike verl's they read the
+    whole reply, not its last 300 characters.
+    """
     return _compare(completions, answer, reply=_marked, reference=_result)
 
 
 def gsm8k_flexible(prompts: Sequence[str], completions: Sequence[str], *, answer: Sequence[Any], **_: Any) -> np.ndarray:
-    """The number after the reply's last "####", or else its last number, equals the one after the answer's "####"."""
-    return _compare(completions, answer, reply=_result, reference=_result)
+    """The reply's last number equals the one after the answer's "####", wherever the reply has one itself."""
+    return _compare(completions, answer, reply=_last, reference=_result)
 
 
 def _compare(

@@ -1,5 +1,6 @@
 """Rules by hand-worked cases."""
 
+import re
 import time
 from decimal import Decimal
 
@@ -58,7 +59,9 @@ SOLUTION = "He has 5 + 1,229 = <<5+1229=1234>>1234.\n#### 1,234"
         ("gsm8k_strict", "1234", SOLUTION, 0),
         ("gsm8k_strict", "#### none", SOLUTION, 0),
         ("gsm8k_flexible", "that is $1,234.", SOLUTION, 1),
-        ("gsm8k_flexible", "#### 1234\nCheck: 5", SOLUTION, 1),
+        ("gsm8k_flexible", "Check: 5\n#### 1234", SOLUTION, 1),
+        ("gsm8k_flexible", "#### 1234\nCheck: 5", SOLUTION, 0),
+        ("gsm8k_strict", "#### 1234\nCheck: 5", SOLUTION, 1),
         ("gsm8k_flexible", "1234 or 5", SOLUTION, 0),
     ],
 )
@@ -80,3 +83,14 @@ def test_rules_are_fast_on_hostile_replies(unit):
     started = time.monotonic()
     score("gsm8k_flexible", text, "7")
     assert time.monotonic() - started < 1
+
+
+def test_gsm8k_rules_agree_with_the_extraction_of_verl():
+    """Its regular expressions, on replies whose numbers are written plainly."""
+    replies = ["#### 18", "so 18", "18 then 3", "#### 18 or\n#### 3", "#### -18", "#### 1,018", "it is 18.", "none", "#### 18\n4"]
+    for reply in replies:
+        marked = re.findall(r"#### (-?[0-9.,]+)", reply)
+        every = [x for x in re.findall(r"-?[0-9.,]+", reply) if x.strip(".,")]
+        for name, found in (("gsm8k_strict", marked), ("gsm8k_flexible", every)):
+            expected = bool(found) and found[-1].rstrip(".").replace(",", "") == "18"
+            assert score(name, reply, "9 * 2\n#### 18") == expected, (name, reply)

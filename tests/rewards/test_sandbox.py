@@ -1,5 +1,6 @@
 """What programs of a policy may do, tried by programs that want more; and what their tests say."""
 
+import ast
 import contextlib
 import json
 import math
@@ -68,14 +69,13 @@ def test_an_ordinary_program_runs(room):
     assert run(room, "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")["code"] == 128 + signal.SIGTERM
 
 
-def test_every_promise_is_seen_to_hold_and_each_would_be_seen_to_break():
+def test_every_promise_is_seen_to_hold_and_each_would_be_seen_to_break(room, tmp_path):
     weakness, kept = sandbox.check(OPTIONS)
     assert weakness == "" and len(kept) == 8 and all(kept.values())
     # The negative control: the same probe without a sandbox.
     with tempfile.NamedTemporaryFile() as secret:
         asked = json.dumps([secret.name, os.getppid(), 1, 1 << 20, 1 << 10])
-        bare = subprocess.run([sys.executable, "-c", sandbox._PROBE], input=asked, capture_output=True, text=True, cwd="/tmp")
-    (pathlib.Path("/tmp") / "big").unlink()
+        bare = subprocess.run([sys.executable, "-c", sandbox._PROBE], input=asked, capture_output=True, text=True, cwd=tmp_path)
     held = {promise for promise, holds in json.loads(bare.stdout).items() if holds}
     assert held <= {"no network", "no rights", "no signals to others"}, "the machine may have no network, and the tests no rights"
 
@@ -228,36 +228,45 @@ def test_nothing_outlives_a_killed_trainer():
 # Where there are no namespaces ------------------------------------------------------------------------------------------------
 
 
-def without_namespaces(code):
-    """Output of a program that runs where making namespaces is refused, as an unprivileged user if this is root."""
-    folder = os.path.dirname(jail.__file__)
-    forbid = f"import os, sys; sys.path.insert(0, {folder!r}); import jail\n"
-    forbid += (
-        "os.geteuid() or os.setresuid(65534, 65534, 65534)\njail._call('prctl', 38, 1, 0, 0, 0); jail.filter_system_calls()\n"
+def unprivileged(code, namespaces=False):
+    """What a program says, run by an unprivileged user if this is root, where namespaces can be made or not."""
+    start = (
+        f"import os, sys; sys.path.insert(0, {os.path.dirname(jail.__file__)!r}); import jail, sandbox; OPTIONS = {OPTIONS!r}\n"
     )
+    if os.geteuid() == 0:
+        start += "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)\n"
+    if not namespaces:
+        start += "jail._call('prctl', 38, 1, 0, 0, 0); jail.filter_system_calls()\n"
     ask = lambda python, code: subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/tmp")  # noqa: E731
     for python in filter(None, (os.path.realpath(sys.executable), shutil.which("python3", path="/usr/bin:/usr/local/bin"))):
-        if ask(python, f"{forbid}import sandbox; os.execv({python!r}, [{python!r}, '-c', ''])").returncode == 0:
-            return ask(python, f"{forbid}import sandbox\nOPTIONS = {OPTIONS!r}\n{code}")
+        if ask(python, f"{start}os.execv({python!r}, [{python!r}, '-c', ''])").returncode == 0:
+            return ask(python, start + code)
     pytest.skip("no Python that an unprivileged user can run")
 
 
+def test_an_unprivileged_user_has_the_whole_of_it(room):
+    result = unprivileged("print(sandbox.check(OPTIONS))", namespaces=True)
+    weakness, kept = ast.literal_eval(result.stdout)
+    assert weakness == "" and len(kept) == 8 and all(kept.values())
+
+
 def test_it_is_refused_there_unless_told_otherwise():
-    result = without_namespaces("sandbox.Sandbox(OPTIONS)")
+    result = unprivileged("sandbox.Sandbox(OPTIONS)")
     assert result.stderr.strip().endswith("OSError: unshare: Operation not permitted")
-    result = without_namespaces("print(sandbox.check(OPTIONS | {'allow_weak': True}))")
-    weakness, kept = eval(result.stdout)
+    result = unprivileged("print(sandbox.check(OPTIONS | {'allow_weak': True}))")
+    weakness, kept = ast.literal_eval(result.stdout)
     assert weakness == "unshare: Operation not permitted"
     assert not kept["no files of others"] and kept["memory limited"] and kept["files limited"] and kept["processes limited"]
 
 
 def test_a_weak_sandbox_still_stops_bombs_and_what_is_left_behind():
     leave = NAMED + "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\ntime.sleep(60)"
-    result = without_namespaces(
+    result = unprivileged(
         f"s = sandbox.Sandbox(OPTIONS | {{'allow_weak': True}})\n"
         f"print([s.run(x, '', 0.5)['ended'] for x in ({NAMED + BOMB!r}, {leave!r}, 'while True: pass', 'print(1)')])"
     )
-    assert eval(result.stdout)[0] in ("wall", "processes") and eval(result.stdout)[1:] == ["exit", "wall", "exit"]
+    bomb, *others = ast.literal_eval(result.stdout)
+    assert bomb in ("wall", "processes") and others == ["exit", "wall", "exit"]
     assert named() == []
 
 
