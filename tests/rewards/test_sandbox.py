@@ -245,9 +245,13 @@ def unprivileged(code, namespaces=False):
 
 
 def test_an_unprivileged_user_has_the_whole_of_it(room):
-    result = unprivileged("print(sandbox.check(OPTIONS))", namespaces=True)
-    weakness, kept = ast.literal_eval(result.stdout)
+    write = "for p in ('/', '/dev', '/etc', '/usr'):\n  try: open(p + '/x', 'w')\n  except OSError: print('no')"
+    result = unprivileged(
+        f"print([*sandbox.check(OPTIONS), sandbox.Sandbox(OPTIONS).run({write!r}, '', 5.0)['output']])", namespaces=True
+    )
+    weakness, kept, written = ast.literal_eval(result.stdout)
     assert weakness == "" and len(kept) == 8 and all(kept.values())
+    assert written == "no\n" * 4
 
 
 def test_it_is_refused_there_unless_told_otherwise():
