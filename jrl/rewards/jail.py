@@ -12,7 +12,8 @@ code or 128 + signal, "output": what it wrote to stdout}; how is exit, wall, mem
 
 The program's user is "nobody" where this runs as root, and otherwise the one who runs it, in a user namespace either way.
 Without namespaces only the limits, the filter and the watcher are left: the program can then read what its user can read and use
-the network, and where there is no /proc either (macOS, never tried) it can outlive its time.
+the network, its processes are limited together with all of its user's, and where there is no /proc either (macOS, never tried) it
+can outlive its time.
 """
 
 import contextlib
