@@ -32,6 +32,7 @@ class Ticket:
         self.reward = math.nan
         self.failure: Failures | None = None
         self.done = threading.Event()
+        self.awaited_from = self.deadline = math.inf  # once somebody waits for it
 
 
 class PerSample:
@@ -49,7 +50,6 @@ class PerSample:
         self._lock = threading.Lock()
         self._queue: deque[Ticket] = deque()
         self._early: dict[bytes, list[Ticket]] = {}
-        self._began = self._deadline = math.inf
 
     def submit(self, prompt: str, completion: str, row: Mapping[str, Any], timeout_s: float) -> None:
         """Starts to score a sample that a later `run` will ask for. `row` has its columns."""
@@ -64,15 +64,15 @@ class PerSample:
         rows = [_without_none({name: values[i] for name, values in columns.items()}) for i in range(len(completions))]
         tickets = [Ticket(*sample, timeout_s) for sample in zip(prompts, completions, rows, strict=True)]
         with self._lock:
-            self._began = time.monotonic()
-            self._deadline = self._began + timeout_s
             early = [self._submitted(ticket) for ticket in tickets]
             self._enqueue([ticket for ticket, found in zip(tickets, early, strict=True) if found is None])
-        tickets = [found or ticket for found, ticket in zip(early, tickets, strict=True)]
+            tickets = [found or ticket for found, ticket in zip(early, tickets, strict=True)]
+            now = time.monotonic()
+            for ticket in tickets:
+                ticket.awaited_from, ticket.deadline = now, now + timeout_s
+            self._queue = deque(sorted(self._queue, key=lambda ticket: ticket.deadline))  # what nobody waits for can wait
         for ticket in tickets:
             ticket.done.wait()
-        with self._lock:
-            self._began = self._deadline = math.inf
         rewards = np.array([ticket.reward for ticket in tickets], np.float32)
         return rewards, [ticket.failure for ticket in tickets if ticket.failure]
 
@@ -100,8 +100,8 @@ class PerSample:
             try:
                 scorer.start()
                 now = time.monotonic()
-                extra_s += max(now - max(began, self._began), 0.0)
-                left_s = self._deadline + extra_s - now
+                extra_s += max(now - max(began, tickets[0].awaited_from), 0.0)
+                left_s = min(ticket.deadline for ticket in tickets) + extra_s - now
                 if left_s <= 0:
                     raise RewardFailure("timeout", f"not reached in {tickets[0].timeout_s:g} s")
                 limit_s = min(left_s, self._share * tickets[0].timeout_s)

@@ -118,6 +118,24 @@ def test_the_deadline_starts_with_the_last_sample_and_failures_are_of_samples():
     assert "not reached" in failures[-1].text and "not reached" not in failures[0].text
 
 
+def test_each_call_has_a_deadline_of_its_own_and_does_not_wait_for_what_another_will_ask_for():
+    class Slow:
+        def start(self):
+            pass
+
+        def run(self, prompts, completions, columns, timeout_s):
+            time.sleep(0.1)
+            return np.array([float(completions[0])], np.float32), []
+
+    runner = PerSample([Slow()])
+    for i in reversed(range(12)):
+        runner.submit("p", str(i), {}, 1.0)
+    for begin in (0, 6):
+        asked = [str(i) for i in range(begin, begin + 6)]
+        rewards, failures = runner.run(["p"] * 6, asked, {}, 1.0)
+        assert rewards.tolist() == list(range(begin, begin + 6)) and failures == []
+
+
 def test_a_scorer_that_cannot_be_loaded_is_not_tried_for_every_sample():
     tried = []
 
