@@ -22,6 +22,8 @@ from jrl.models.unstack import worth_it
 from jrl.plan import make_plan
 from jrl.plan.auto import refuse_what_cannot_fit
 from jrl.rewards import RewardManager
+from jrl.rewards.model import NAME as REWARD_MODEL
+from jrl.rewards.model import Chats, ModelReward
 from jrl.rollout.engine import Engine
 from jrl.rollout.weights import weight_publisher
 from jrl.shapes import default_slots
@@ -69,18 +71,25 @@ def build(config, pieces: Pieces, reward: Callable | None = None, train_data: An
       UserError: naming the key, its value and the remedy.
     """
     layouts = make_layouts(config)
-    rewards = RewardManager.from_config(config.reward, reward)
+    chats = Chats()
+    reward_model = make_reward_model(config, layouts, chats) if config.reward.model.path else None
+    rewards = RewardManager.from_config(config.reward, reward, {REWARD_MODEL: reward_model} if reward_model else {})
     train, held_out = load_data(config, train_data, eval_data)
     for rows in filter(None, (train, held_out)):  # a column that only one of them has would cost the other its rewards
         rewards.check_columns({name for row in rows for name in row.columns})
     dtype = platform.compute_dtype(config.model.compute_dtype)
     found = open_model(config.model.path)
+    if found.scores:
+        raise UserError(f"config.model.path={config.model.path}: is a reward model, which writes no text; give a language model")
     plan = make_plan(config, found.arch, len(jax.devices()))  # for its errors: what cannot run is refused before weights are read
     refuse_what_cannot_fit(plan, found.arch, jax.devices())
     prompts, eval_prompts = (encode_prompts(config, rows, found.tokenizer) for rows in (train, held_out))
+    chats.add(prompts + eval_prompts)
     stream = PromptStream(prompts, config.rollout.prompts_per_step, config.seed)
     model = found.load(layouts["learner"], config.seed)
     platform.configure()  # only now: what loading leaves behind goes back to the system
+    if reward_model:
+        reward_model.load()
     a = config.algorithm
     policy = make_policy_learner(config, model.arch, layouts["learner"], dtype, pieces.policy_loss)
     critic = initial_critic = reference = reference_params = None
@@ -104,15 +113,16 @@ def build(config, pieces: Pieces, reward: Callable | None = None, train_data: An
 
 
 def make_layouts(config, devices: Sequence[jax.Device] | None = None) -> dict[str, Layout]:
-    """The four meshes, by default over all devices; critic and reference take the learner's where theirs is all 0."""
+    """The meshes, by default over all devices; critic, reference and reward take the learner's where theirs is all 0."""
     layouts = {name: make_layout(config, name, devices) for name in ("learner", "rollout")}
-    for name in ("critic", "reference"):
+    for name in ("critic", "reference", "reward"):
         own = any(config[name].mesh.to_dict().values())
         layouts[name] = make_layout(config, name, devices) if own else layouts["learner"]
     return layouts
 
 
-def make_layout(config, section: str, devices: Sequence[jax.Device] | None) -> Layout:
+def make_layout(config, section: str, devices: Sequence[jax.Device] | None = None) -> Layout:
+    """One of the meshes; by default over all devices."""
     kind = Layout.rollout if section == "rollout" else Layout.train
     try:
         return kind(config[section].mesh.to_dict(), devices)
@@ -154,6 +164,16 @@ def make_reference_learner(config, arch: Arch, layout: Layout, dtype) -> Learner
     """A model that is only run."""
     forward = make_forward(config, arch, dtype, layout)
     return Learner("reference", forward, layout, decoder.Decoder, config.learner.microbatch_tokens)
+
+
+def make_reward_model(config, layouts: dict[str, Layout], chats: Chats) -> ModelReward:
+    """The reward model, without its weights as yet."""
+    dtype = platform.compute_dtype(config.model.compute_dtype)
+
+    def forward(arch: Arch, layout: Layout) -> Forward:
+        return make_forward(config, arch, dtype, layout)
+
+    return ModelReward(config.reward.model.path, layouts["reward"], forward, config.learner.microbatch_tokens, chats)
 
 
 def copy_params(params, shardings):

@@ -1,19 +1,66 @@
 """Keys whose values are fine one by one and do not go together."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
-from jrl.algorithms.presets import ADVANTAGES, FILTERS
+from jrl.algorithms.presets import ADVANTAGES, FILTERS, PREFERENCE_LOSSES
+from jrl.config_keys import KEYS
 
+STAGES = ("sft", "dpo", "reward_model")  # that have a section of their own
 ALONE = "algorithm.name=ppo, remax or reinforce_plus_plus"  # what can learn from one sample a prompt
 
 
 def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     """Keys whose values do not go together with others', and what to do."""
+    yield from _stage_conflicts(c)
+    yield from _data_conflicts(c)
+    yield from _evaluation_conflicts(c)
+    if c.stage == "rl":
+        yield from _rl_conflicts(c)
+    yield from _mesh_conflicts(c, ("learner", "rollout", "critic", "reference", "reward") if c.stage == "rl" else ("learner",))
+
+
+def _stage_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    """Keys of a stage are for it alone, and of preference losses for those that read them."""
+    for stage in STAGES:
+        for name in c[stage]:
+            if c.stage != stage and c[stage][name] != KEYS[f"{stage}.{name}"].default:
+                yield f"{stage}.{name}", f"has no effect with stage={c.stage}; leave it out, or give stage={stage}"
+    readers = {name: [loss for loss, p in PREFERENCE_LOSSES.items() if name in p.keys] for name in c.dpo if name != "loss"}
+    for name, losses in readers.items():
+        if c.dpo.loss not in losses and c.dpo[name] != KEYS[f"dpo.{name}"].default:
+            yield f"dpo.{name}", f"dpo.loss={c.dpo.loss} does not read it; leave it out, or give dpo.loss={' or '.join(losses)}"
+    if c.reward_model.of == "steps" and c.reward_model.centre_coef:
+        yield "reward_model.centre_coef", "scores of steps are probabilities of being right, and need no centre; give 0"
+    if c.stage == "rl":
+        return
+    for name, value in c.reference.mesh.to_dict().items():
+        if value:
+            yield (
+                f"reference.mesh.{name}",
+                f"stage={c.stage} keeps no reference: dpo asks the initial weights once, on learner.mesh; give 0 in all axes",
+            )
+    if c.reference.refresh_steps:
+        yield "reference.refresh_steps", f"stage={c.stage} asks the reference once, before the training; give 0"
+
+
+def _data_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    d = c.data
+    for kind in ("train", "eval"):
+        if d[kind].startswith("reasoning_gym:") and not d[f"{kind}_size"]:
+            yield f"data.{kind}_size", f"data.{kind}={d[kind]} makes as many problems as it is told; give a number"
+    if c.stage != "rl" and d.repeats:
+        yield "data.repeats", f"stage={c.stage} reads each row once; give False"
+    if c.stage != "rl" and c.plan == "auto":
+        yield "plan", f"stage={c.stage} has one mesh, which is not chosen by itself; give as_configured and learner.mesh"
+
+
+def _rl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     r, a, d = c.rollout, c.algorithm, c.data
     yield from _algorithm_conflicts(c)
+    yield from _reward_conflicts(c)
     if r.kv == "int8" and r.attention in ("tpu", "gpu"):
         yield "rollout.kv", f"the {r.attention} kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
     for name in ("weights", "kv"):
@@ -27,11 +74,6 @@ def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         )
     if c.reward.length_free >= c.reward.length_full:
         yield "reward.length_full", f"must be more than reward.length_free={c.reward.length_free}"
-    for kind in ("train", "eval"):
-        if d[kind].startswith("reasoning_gym:") and not d[f"{kind}_size"]:
-            yield f"data.{kind}_size", f"data.{kind}={d[kind]} makes as many problems as it is told; give a number"
-    yield from _evaluation_conflicts(c)
-    yield from _mesh_conflicts(c)
 
 
 def _algorithm_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
@@ -52,6 +94,14 @@ def _algorithm_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         yield "algorithm.cov_low", f"no covariance lies between it and cov_high={a.cov_high}; give less"
     yield from _kl_conflicts(c)
     yield from _rollout_correction_conflicts(c)
+
+
+def _reward_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    named = "reward_model" in (item.partition("*")[0].strip() for item in c.reward.functions.split(","))
+    if named and not c.reward.model.path:
+        yield "reward.model.path", "reward.functions names reward_model; give its directory"
+    if not named and c.reward.model.path:
+        yield "reward.model.path", "nothing asks it; name reward_model in reward.functions, such as last_number, reward_model*0.5"
 
 
 def _kl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
@@ -106,9 +156,9 @@ def _evaluation_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         )
 
 
-def _mesh_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+def _mesh_conflicts(c: ConfigDict, sections: Sequence[str]) -> Iterator[tuple[str, str]]:
     products: dict[str, int] = {}
-    for section in ("learner", "rollout", "critic", "reference"):
+    for section in sections:
         sizes = c[section].mesh.to_dict()
         free, zero = ([axis for axis, size in sizes.items() if size == n] for n in (-1, 0))
         if len(free) > 1:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jrl.algorithms.presets import ADVANTAGES, BASE, FILTERS, POLICY_LOSSES, PRESETS
+from jrl.algorithms.presets import ADVANTAGES, BASE, FILTERS, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS
 
 OPTIONS = "data.options"  # the only key that holds names of others' choice
 
@@ -67,12 +67,14 @@ NOT_NEGATIVE = Rule("0 or more", lambda v: 0 <= v < math.inf)
 SEED = Rule("from 0 to 4294967295", lambda v: 0 <= v < 2**32)  # jax's keys take 32 bits, and drop what is above
 FRACTION = Rule("from 0 to 1", lambda v: 0 <= v <= 1)
 BELOW_ONE = Rule("at least 0 and below 1", lambda v: 0 <= v < 1)
+BELOW_HALF = Rule("at least 0 and below 0.5", lambda v: 0 <= v < 0.5)
 PART = Rule("above 0, at most 1", lambda v: 0 < v <= 1)
 CAP = Rule("0 (off) or at least 1", lambda v: v == 0 or 1 <= v < math.inf)
 DUAL_CLIP = Rule("0 (off) or above 1", lambda v: v == 0 or 1 < v < math.inf)
 MESH_SIZE = Rule("positive, or -1 for the devices that the other axes leave", lambda v: v > 0 or v == -1)
 OWN_MESH_SIZE = Rule("positive, -1 for the devices that the others leave, or 0 in all axes", lambda v: v >= -1)
 FUNCTIONS = Rule('comma separated, each "name" or "name*weight" with a number as the weight', _valid_functions)
+STAGE = one_of("sft", "reward_model", "dpo", "rl")
 PRECISION = one_of("auto", "float32", "bfloat16")
 SCHEDULE = one_of("constant", "linear", "cosine")
 KL_ESTIMATOR = one_of("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
@@ -108,8 +110,9 @@ def _train_mesh(section: str, fsdp: int, rest: int, rule: Rule, note: str) -> tu
 _AS_LEARNER = "; all 0: the learner's mesh"
 
 _TABLE: tuple[Key, ...] = (
+    Key("stage", "rl", "what is trained, and on what: rl on rewards, the others on data as they stand", STAGE),
     Key("seed", 0, "of data order, samples and random weights", SEED),
-    Key("steps", 100, "training steps (rollout, rewards, advantages, updates, publish)", POSITIVE),
+    Key("steps", 100, "training steps (rl: rollout, rewards, advantages, updates, publish; else one update)", POSITIVE),
     Key("run_dir", "runs/default", "directory of everything the run writes", GIVEN),
     Key(
         "plan",
@@ -135,6 +138,23 @@ _TABLE: tuple[Key, ...] = (
     Key("data.use_chat_template", True, "render prompts with the tokenizer's chat template"),
     Key("data.max_prompt_tokens", 512, "tokens, chat template included", POSITIVE),
     Key("data.on_long", "error", "what to do with a longer prompt", one_of("error", "drop")),
+    Key("data.examples_per_step", 32, "stages but rl: rows of an update, each a conversation, pair or completion", POSITIVE),
+    Key("data.max_tokens", 1024, "stages but rl: tokens of a whole conversation", POSITIVE),
+    # Stages
+    Key("sft.turns", "all", "of the assistant that carry loss; last: the conversation ends there", one_of("all", "last")),
+    Key("dpo.loss", "dpo", "of a pair, or with kto of an answer with a label", one_of(*PREFERENCE_LOSSES)),
+    Key("dpo.beta", 0.1, "of the implicit rewards; simpo wants about 2, orpo calls it lambda", POSITIVE),
+    Key("dpo.label_smoothing", 0.0, "dpo: chance that a pair is the wrong way round (cDPO)", BELOW_HALF),
+    Key("dpo.gamma", 0.5, "simpo: by how much the chosen reward should be ahead", NOT_NEGATIVE),
+    Key("dpo.desirable", 1.0, "kto: weight of answers that are wanted", POSITIVE),
+    Key("dpo.undesirable", 1.0, "kto: weight of answers that are not", POSITIVE),
+    Key("reward_model.of", "answers", "what gets a score: answers, from pairs, or each step of one", one_of("answers", "steps")),
+    Key(
+        "reward_model.centre_coef",
+        0.0,
+        "answers: weight of (chosen + rejected)^2, to keep scores around 0",
+        NOT_NEGATIVE,
+    ),
     # Rollout
     Key("rollout.prompts_per_step", 32, "prompts", POSITIVE),
     Key("rollout.group_size", 8, "samples of each prompt", POSITIVE),
@@ -244,6 +264,8 @@ _TABLE: tuple[Key, ...] = (
     Key("reward.remote.key_env", "", "remote: environment variable with the key to send; empty: none"),
     Key("reward.remote.batch_size", 64, "remote: samples of one request, at most", POSITIVE),
     Key("reward.remote.retries", 3, "remote: further attempts if there is no connection or the service is busy", NOT_NEGATIVE),
+    Key("reward.model.path", "", "of reward_model in reward.functions: a directory or hub id of a classifier with one label"),
+    *_train_mesh("reward", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
     Key("eval.every_steps", 0, "steps; 0: only before and after the training", NOT_NEGATIVE),
     Key("eval.samples", 1, "of each held-out problem at the training temperature, greedy besides", NOT_NEGATIVE),
     Key("eval.at_start", True, "evaluate before the first step"),

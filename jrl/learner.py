@@ -22,7 +22,7 @@ from jrl.packing import Packed, pack, unpack
 from jrl.shapes import ProgramLog
 from jrl.sharding.fsdp import FullySharded
 from jrl.sharding.layout import Layout
-from jrl.types import Rollout
+from jrl.types import Sequences
 
 
 @jax.tree_util.register_dataclass
@@ -49,13 +49,18 @@ class Forward:
 
     def logprobs(self, params, packed: Packed) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities of the response tokens and entropies, float32[d, N, t] each, 0 after a response's end."""
+        return self.predictions(params, packed)[:2]
+
+    def predictions(self, params, packed: Packed) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """These, and 1 where the token is the likeliest one, else 0."""
         hidden = self._hidden(params, packed)
         layout = self.layout
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, likeliest = token_logprobs(
             self.arch, params, hidden, packed.tokens, self.temperature, self.logit_chunk, layout.constrain,
             split=self._split(), parts=layout.shards("length"),
         )  # fmt: skip
-        return by_response(logprobs, packed, layout.constrain), by_response(entropy, packed, layout.constrain)
+        place = functools.partial(by_response, packed=packed, constrain=layout.constrain)
+        return place(logprobs), place(entropy), place(likeliest)
 
     def values(self, params, packed: Packed) -> jax.Array:
         """The critic's values float32[d, N, t]: what is expected before each response token is chosen."""
@@ -70,6 +75,9 @@ class Forward:
     def _split(self) -> FullySharded | None:
         return FullySharded(self.layout, self.dtype) if self.layout.mesh.size > 1 else None
 
+
+# (sequences, columns, rows, shards, microbatch_tokens, parts) -> microbatches: `jrl.packing.pack` or `pack_rows`
+Packing = Callable[[Sequences, dict[str, np.ndarray], np.ndarray, int, int, int], Iterator[Packed]]
 
 # (forward, params, packed) -> (loss, metrics): both sums over the microbatch with the minibatch's denominators
 Loss = Callable[[Forward, Any, Packed], tuple[jax.Array, dict[str, jax.Array]]]
@@ -104,11 +112,12 @@ class Learner:
       loss: see `Loss`; None for a model that is only run, as the reference.
       optimizer, schedule: from `make_optimizer`; None likewise.
       microbatch_tokens: padded tokens of one forward pass, per data shard.
+      packing: how sequences become microbatches.
     """
 
-    def __init__(self, name: str, forward: Forward, layout, model: type, microbatch_tokens: int, loss: Loss | None = None,
-                 optimizer: Any = None, schedule: Any = None):  # fmt: skip
-        self.forward, self.layout, self.microbatch_tokens = forward, layout, microbatch_tokens
+    def __init__(self, name: str, forward: Forward, layout, model: Callable, microbatch_tokens: int, loss: Loss | None = None,
+                 optimizer: Any = None, schedule: Any = None, packing: Packing = pack):  # fmt: skip
+        self.forward, self.layout, self.microbatch_tokens, self.packing = forward, layout, microbatch_tokens, packing
         self.compiled = ProgramLog(name)
         shapes = self._param_shapes = decoder.abstract_params(forward.arch, model)
         self.param_shardings = layout.tree(decoder.param_axes(forward.arch, model), shapes)
@@ -122,6 +131,7 @@ class Learner:
             self._accumulate = jax.jit(
                 functools.partial(_accumulate, forward, loss), donate_argnums=1, out_shardings=(self.param_shardings, None)
             )
+            self._measure = jax.jit(lambda params, packed: loss(forward, params, packed)[1])
             self._norm = jax.jit(optax.global_norm)
             self._apply = jax.jit(self._apply_gradients, donate_argnums=0, out_shardings=self.state_shardings)
 
@@ -169,14 +179,17 @@ class Learner:
 
     # Running -------------------------------------------------------------------------------------------------------
 
-    def _microbatches(self, rollout: Rollout, columns: dict, rows: np.ndarray, kind: str) -> Iterator[tuple[Packed, Packed]]:
+    def _microbatches(self, rollout: Sequences, columns: dict, rows: np.ndarray, kind: str) -> Iterator[tuple[Packed, Packed]]:
         parts = self.layout.shards("length")
-        for packed in pack(rollout, columns, rows, self.layout.batch_shards, self.microbatch_tokens, parts):
+        for packed in self.packing(rollout, columns, rows, self.layout.batch_shards, self.microbatch_tokens, parts):
             self.compiled.note(kind, *packed.shape)
             yield packed, jax.device_put(packed, self.layout.tree(packed.axes, packed))
 
-    def run(self, method: str, params, rollout: Rollout) -> list[np.ndarray]:
-        """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each."""
+    def run(self, method: str, params, rollout: Sequences) -> list[np.ndarray]:
+        """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each.
+
+        The packing must be `pack` or `pack_groups`.
+        """
         outs: list[np.ndarray] = []
         for host, packed in self._microbatches(rollout, {}, np.arange(len(rollout)), method):
             results = jax.device_get(jax.tree.leaves(self._run(method, params, packed)))
@@ -187,7 +200,15 @@ class Learner:
 
     # Learning ------------------------------------------------------------------------------------------------------
 
-    def update(self, state: TrainState, rollout: Rollout, columns: dict[str, np.ndarray], rows: np.ndarray):
+    def measure(self, params, sequences: Sequences, columns: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, float]:
+        """The loss's metrics of the sequences `rows`, without an update; `columns` as in `update`."""
+        totals = None
+        for _, packed in self._microbatches(sequences, columns, rows, "measure"):
+            sums = self._measure(params, packed)
+            totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+        return {k: float(v) for k, v in jax.device_get(totals or {}).items()}
+
+    def update(self, state: TrainState, rollout: Sequences, columns: dict[str, np.ndarray], rows: np.ndarray):
         """One optimizer step on the sequences `rows`.
 
         Args:

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jrl import config as config_lib
 from jrl.algorithms.presets import BASE, PRESETS, TABLES
@@ -87,7 +87,7 @@ def _next_value(name: str, key: str, rest: list[str]) -> str:
 def help_text() -> str:
     """Every key with its type, default and meaning."""
     lines = [
-        "Trains a language model by reinforcement learning.",
+        "Trains a language model: by reinforcement learning, or in the stages before it (--config.stage).",
         "",
         "  python -m jrl.main --config=configs/NAME.py[:ARG] [--config.KEY=VALUE ...] [--dry_run]",
         "",
@@ -141,20 +141,38 @@ def run(command: Command) -> None:
         raise UserError("--config is missing: python -m jrl.main --config=configs/demo.py; --help says more")
     config = config_lib.load(command.config, command.overrides)
     if command.dry_run:
-        from jrl import plan  # here and below, so that help and mistakes do not wait for jax to load
-        from jrl.models.load import read_arch
-        from jrl.plan.auto import resolve
-
-        config_lib.choose_pieces(config)  # for its errors
-        config = resolve(config)
-        print(plan.make_plan(config, read_arch(config.model.path), plan.num_devices(config)).text())
+        print(plan_text(config))
         return
-    from jrl.trainer import Trainer
-
+    trainer = _trainer(config.stage)
     # On stderr; by force, as a library that came with the trainer has set up the root logger already.
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     logging.getLogger("jrl").setLevel(logging.INFO)
-    print(json.dumps(Trainer(config).train()), flush=True)
+    print(json.dumps(trainer(config).train()), flush=True)
+
+
+def _trainer(stage: str) -> Callable:
+    """The class that trains in a stage."""
+    if stage == "rl":
+        from jrl.trainer import Trainer
+
+        return Trainer
+    from jrl.supervised import SupervisedTrainer
+
+    return SupervisedTrainer
+
+
+def plan_text(config) -> str:
+    """What a run will do."""
+    from jrl import plan  # here, so that help and mistakes do not wait for jax to load
+    from jrl.models.load import read_arch
+    from jrl.plan.auto import resolve
+    from jrl.plan.supervised import make_stage_plan
+
+    if config.stage != "rl":
+        return make_stage_plan(config, read_arch(config.model.path), plan.num_devices(config)).text()
+    config_lib.choose_pieces(config)  # for its errors
+    config = resolve(config)
+    return plan.make_plan(config, read_arch(config.model.path), plan.num_devices(config)).text()
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -75,6 +75,17 @@ def response_metrics(lens: np.ndarray, max_tokens: int) -> dict[str, float]:
     return stats("response_length", lens) | clipped
 
 
+# Of the console: heading, width, the metrics of which the first that is there is shown, format.
+Columns = tuple[tuple[str, int, tuple[str, ...], str], ...]
+COLUMNS: Columns = (
+    ("reward", 7, ("critic/score/mean",), ".3f"),
+    ("accuracy", 8, ("train/accuracy",), ".3f"),
+    ("KL", 9, ("actor/kl_ref", "actor/ppo_kl"), ".2e"),
+    ("entropy", 7, ("actor/entropy",), ".3f"),
+    ("length", 6, ("response_length/mean",), ".1f"),
+    ("tokens/s", 8, ("perf/throughput",), ",.0f"),
+)
+
 # Writing ---------------------------------------------------------------------------------------------------------------
 
 
@@ -86,11 +97,13 @@ class MetricsWriter:
       start_step: the first step that this process takes. What an earlier process wrote of this step and later ones is
         dropped, from metrics.jsonl and from what TensorBoard shows; at 0, all of it.
       console: False to print nothing.
+      columns: what it shows of each step.
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike, tensorboard: bool, total_steps: int, start_step: int = 0, console: bool = True
-    ):
+        self, run_dir: str | os.PathLike, tensorboard: bool, total_steps: int, start_step: int = 0, console: bool = True,
+        columns: Columns = COLUMNS,
+    ):  # fmt: skip
         run_dir = pathlib.Path(run_dir)
         self._file = jsonl.Appender(run_dir / FILE, lambda row: _is_past(row, start_step))
         self._board = None
@@ -100,7 +113,7 @@ class MetricsWriter:
             for row in jsonl.read(run_dir / FILE):
                 if row["step"] == start_step:
                     self._to_board(start_step, _numbers(row))
-        self._console = _Table(total_steps) if console else None
+        self._console = _Table(total_steps, columns) if console else None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line in each place. Values are numbers; NaN and infinities become null in the file, and are called out."""
@@ -167,15 +180,6 @@ def _number(value: Any) -> float | int:
 
 # The console -----------------------------------------------------------------------------------------------------------
 
-# Heading, width, the metrics of which the first that is there is shown, format.
-_COLUMNS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
-    ("reward", 7, ("critic/score/mean",), ".3f"),
-    ("accuracy", 8, ("train/accuracy",), ".3f"),
-    ("KL", 9, ("actor/kl_ref", "actor/ppo_kl"), ".2e"),
-    ("entropy", 7, ("actor/entropy",), ".3f"),
-    ("length", 6, ("response_length/mean",), ".1f"),
-    ("tokens/s", 8, ("perf/throughput",), ",.0f"),
-)
 _HEADING_EVERY = 25  # rows
 _RECENT = 10  # steps whose median duration predicts the rest; the first ones compile
 _TEXT_LIMIT = 1000  # characters of a sample shown
@@ -184,7 +188,8 @@ _TEXT_LIMIT = 1000  # characters of a sample shown
 class _Table:
     """A row a step: aligned under headings in a terminal, `name value` pairs on one plain line otherwise."""
 
-    def __init__(self, total_steps: int):
+    def __init__(self, total_steps: int, columns: Columns):
+        self._columns = columns
         self._out = Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._total, self._digits, self._rows = total_steps, len(str(total_steps)), 0
         self._durations: list[float] = []
@@ -194,7 +199,7 @@ class _Table:
         now = time.perf_counter()
         self._durations, self._last = [*self._durations[1 - _RECENT :], now - self._last], now
         left = duration(float(np.median(self._durations)) * max(self._total - step - 1, 0))
-        cells = [(heading, width, *_cell(metrics, names, form)) for heading, width, names, form in _COLUMNS]
+        cells = [(heading, width, *_cell(metrics, names, form)) for heading, width, names, form in self._columns]
         done = f"{step + 1:>{self._digits}}/{self._total}"
         if self._out.is_terminal:
             self._aligned(step, done, left, cells)

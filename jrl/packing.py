@@ -1,7 +1,9 @@
 """From sequences to the learner's microbatches: each prompt once, its responses beside it, in arrays of bucketed sizes.
 
 Responses to one prompt lie in rows, several of them end to end where they are short, so that one long response among them
-does not pad the others to its length. A microbatch has a leading axis of data shards, so that every shard finds the prompts
+does not pad the others to its length. Whole sequences without a prompt in common may lie in rows likewise (`pack_rows`).
+
+A microbatch has a leading axis of data shards, so that every shard finds the prompts
 of its own responses at home and no gather crosses devices. d shards; of a shard P prompts, R rows and N responses; u the
 padded length of prompts, t that of rows.
 """
@@ -15,7 +17,7 @@ import jax
 import numpy as np
 
 from jrl.shapes import bucket, length_step, power_of_two
-from jrl.types import Rollout
+from jrl.types import Sequences
 
 
 @jax.tree_util.register_dataclass
@@ -28,9 +30,9 @@ class Packed:
     tokens: Any  # i32[d, R, t], responses
     offsets: Any  # i32[d, R, t], a token's place in its response; -1 where there is none
     prompt_of: Any  # i32[d, R], which of the shard's prompts the responses of a row belong to
-    starts: Any  # i32[d, N], where a response begins in the rows laid end to end
+    starts: Any  # i32[d, N], where a response begins in the rows laid end to end; None: columns and results lie as the tokens do
     lens: Any  # i32[d, N]
-    columns: dict[str, Any]  # f32[d, N, t] each, by response token
+    columns: dict[str, Any]  # f32[d, N, t] each, by response token; without `starts` f32[d, R, t]
     row: Any  # i32[d, N], position in the rollout
 
     @property
@@ -42,11 +44,14 @@ class Packed:
     def axes(self) -> "Packed":
         """The logical axes of each array."""
         by_shard, tokens = ("batch", None), ("batch", None, "length")
-        columns = dict.fromkeys(self.columns, ("batch", None, None))  # whole: sums over a response are the losses' business
-        return Packed(tokens, by_shard, tokens, tokens, by_shard, by_shard, by_shard, columns, by_shard)
+        # Of responses, whole: sums over one are the losses' business.
+        of_columns = tokens if self.starts is None else ("batch", None, None)
+        of_responses = None if self.starts is None else by_shard
+        columns = dict.fromkeys(self.columns, of_columns)
+        return Packed(tokens, by_shard, tokens, tokens, by_shard, of_responses, of_responses, columns, of_responses)
 
 
-def groups_by_prompt(rollout: Rollout, rows: np.ndarray, step: int) -> list[list[int]]:
+def groups_by_prompt(rollout: Sequences, rows: np.ndarray, step: int) -> list[list[int]]:
     """Rows of one group that share a prompt, longest responses first (in buckets from `step` on), so that a microbatch
     holds similar lengths.
     """
@@ -59,7 +64,13 @@ def groups_by_prompt(rollout: Rollout, rows: np.ndarray, step: int) -> list[list
 
 
 def pack(
-    rollout: Rollout, columns: dict[str, np.ndarray], rows: np.ndarray, shards: int, microbatch_tokens: int, parts: int = 1
+    rollout: Sequences,
+    columns: dict[str, np.ndarray],
+    rows: np.ndarray,
+    shards: int,
+    microbatch_tokens: int,
+    parts: int = 1,
+    together: bool = False,
 ) -> Iterator[Packed]:
     """Splits `rows` of a rollout into microbatches of at most `microbatch_tokens` padded tokens a shard.
 
@@ -67,6 +78,8 @@ def pack(
       columns: f32[N, T] arrays, indexed like the rollout's tokens.
       rows: which sequences, in any order; a sequence longer than the budget gets a microbatch of its own.
       parts: divides the padded lengths.
+      together: no group is split; one that is longer than the budget gets a microbatch of its own. Where all groups are of one
+        size, those of a shard lie one after another among its responses, whichever comes first in each.
     """
     step, lens = length_step(parts), rollout.response_lens
     groups = groups_by_prompt(rollout, rows, step)
@@ -83,9 +96,10 @@ def pack(
         each = [len(laid_in_rows(group, lens, length)) for group in queue[-shards * fewest :]]
         rows_each = min(bucket(math.ceil(sum(each) / len(each))), group_size)
         most, size = microbatch_groups(microbatch_tokens, prompt_length, rows_each, length)
+        size = max(size, len(laid_in_rows(queue[-1], lens, length))) if together else size
         # By powers of two: a program compiled for each count would cost more than the padding.
         prompts = min(most, power_of_two(math.ceil(len(queue) / shards)))
-        taken = [_take(queue, lens, length, prompts, prompts * size) for _ in range(shards)]
+        taken = [_take(queue, lens, length, prompts, prompts * size, together) for _ in range(shards)]
         yield _build(rollout, columns, taken, (prompts, prompt_length, prompts * size, length), prompts * group_size)
 
 
@@ -111,11 +125,16 @@ def laid_in_rows(group: list[int], lens: np.ndarray, length: int) -> list[list[i
     return rows
 
 
-def _take(queue: list[list[int]], lens: np.ndarray, length: int, prompts: int, room: int) -> list[list[list[int]]]:
+def _take(
+    queue: list[list[int]], lens: np.ndarray, length: int, prompts: int, room: int, together: bool
+) -> list[list[list[int]]]:
     """The rows of each prompt of one shard: at most `room` rows and `prompts` prompts; what is left of a group stays."""
     shard = []
     while queue and room and len(shard) < prompts:
-        rows = laid_in_rows(queue.pop(), lens, length)
+        rows = laid_in_rows(queue[-1], lens, length)
+        if together and len(rows) > room:
+            break
+        queue.pop()
         shard.append(rows[:room])
         if rows[room:]:
             queue.append([response for row in rows[room:] for response in row])
@@ -124,7 +143,7 @@ def _take(queue: list[list[int]], lens: np.ndarray, length: int, prompts: int, r
 
 
 def _build(
-    rollout: Rollout, columns: dict[str, np.ndarray], taken: list[list[list[list[int]]]], shape: tuple, responses: int
+    rollout: Sequences, columns: dict[str, np.ndarray], taken: list[list[list[list[int]]]], shape: tuple, responses: int
 ) -> Packed:
     (prompts, prompt_length, rows, length), d = shape, len(taken)
     packed = Packed(
@@ -159,6 +178,53 @@ def _places(row: list[int], lens: np.ndarray, start: int) -> Iterator[tuple[int,
     for response in row:
         yield response, start
         start += int(lens[response])
+
+
+def pack_groups(
+    sequences: Sequences, columns: dict[str, np.ndarray], rows: np.ndarray, shards: int, microbatch_tokens: int, parts: int = 1
+) -> Iterator[Packed]:
+    """`pack` without splitting a group."""
+    return pack(sequences, columns, rows, shards, microbatch_tokens, parts, together=True)
+
+
+def pack_rows(
+    sequences: Sequences, columns: dict[str, np.ndarray], rows: np.ndarray, shards: int, microbatch_tokens: int, parts: int = 1
+) -> Iterator[Packed]:
+    """Microbatches whose rows hold whole sequences, prompts and all, one after another; there are no shared prompts.
+
+    Rows are as long as `sequences` are wide, which bounds the programs: give every batch the same width. Columns and results
+    lie as the tokens do, so `unpack` is not for these. Arguments are those of `pack`.
+    """
+    step = length_step(parts)
+    length = bucket(sequences.tokens.shape[1], step)
+    left = laid_in_rows([int(row) for row in rows], sequences.lens, length)
+    most = max((microbatch_tokens - step) // length, 1)
+    while left:
+        size = min(most, power_of_two(math.ceil(len(left) / shards)))
+        taken = [left[i : i + size] for i in range(0, size * shards, size)]
+        del left[: size * shards]
+        yield _build_rows(sequences, columns, taken, (step, size, length))
+
+
+def _build_rows(sequences: Sequences, columns: dict[str, np.ndarray], taken: list[list[list[int]]], shape: tuple) -> Packed:
+    (prompt_length, size, length), d = shape, len(taken)
+    packed = Packed(
+        prompt_tokens=np.zeros((d, 1, prompt_length), np.int32),  # an empty one
+        prompt_lens=np.zeros((d, 1), np.int32),
+        tokens=np.zeros((d, size, length), np.int32),
+        offsets=np.full((d, size, length), -1, np.int32),
+        prompt_of=np.zeros((d, size), np.int32),
+        starts=None, lens=None, row=None,
+        columns={name: np.zeros((d, size, length), np.float32) for name in columns},
+    )  # fmt: skip
+    for s, n in np.ndindex(d, size):
+        for row, begin in _places(taken[s][n], sequences.lens, 0) if n < len(taken[s]) else ():
+            count = int(sequences.lens[row])
+            span = slice(begin, begin + count)
+            packed.tokens[s, n, span], packed.offsets[s, n, span] = sequences.tokens[row, :count], np.arange(count)
+            for name, column in columns.items():
+                packed.columns[name][s, n, span] = column[row, :count]
+    return packed
 
 
 def unpack(out: np.ndarray, values: np.ndarray, packed: Packed, prompt_lens: np.ndarray) -> None:

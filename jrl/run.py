@@ -1,7 +1,7 @@
-"""What a run keeps: its directory, its metrics and samples, its checkpoints, and how it is interrupted.
+"""What a run of any stage keeps: its directory, its metrics, its checkpoints, and how it is interrupted.
 
-`runs/NAME/` holds config.json, metrics.jsonl, TensorBoard events, samples.jsonl, checkpoints/, result.json, report.html and
-hf/, the trained model as `transformers` reads it.
+`runs/NAME/` holds config.json, metrics.jsonl, TensorBoard events, checkpoints/, result.json, report.html and hf/, the trained
+model as `transformers` reads it; what a run of RL keeps besides is in `jrl.rl_run`.
 """
 
 import itertools
@@ -12,25 +12,16 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import numpy as np
-
 from jrl import config as config_lib
-from jrl import utilization
-from jrl.algorithms.value_loss import explained_variance
-from jrl.build import Parts
 from jrl.checkpoint import Checkpointer
+from jrl.data import PromptStream
 from jrl.errors import UserError
 from jrl.learner import Learner
-from jrl.metrics import MetricsWriter, Timers, response_metrics, stats
-from jrl.models.hf import save_hf
-from jrl.replay import Replay, from_text, to_text
+from jrl.metrics import COLUMNS, Columns, MetricsWriter, Timers
 from jrl.report import write_report
-from jrl.samples import SampleWriter
-from jrl.types import Batch
 
 log = logging.getLogger("jrl")
 
@@ -44,32 +35,69 @@ class Interrupted(Exception):
 class Run:
     """The state of a run beside the models', and everything that leaves the process.
 
+    A stage says by overriding what is its own: `fresh_states`, `abstract_states` and `resumed`, `note` and `written` (what a
+    checkpoint holds beside the states), `score`, `export` and `summary`.
+
+    Args:
+      learners: what is trained, by name.
+      stream: the data in their order.
+      columns: what the console shows of each step.
+
     Attributes:
       step: steps completed.
-      samples: sequences sampled so far, which numbers the random draws.
-      kl_coef: the weight of the KL to the reference, which a controller may change.
-      replay: the responses of former steps.
       before: the metrics of the evaluation at the start.
       last_eval: those of the latest one, and the step that it was made at.
     """
 
-    def __init__(self, config, parts: Parts):
-        self.config, self.parts = config, parts
+    def __init__(self, config, learners: dict[str, Learner], stream: PromptStream, columns: Columns = COLUMNS):
+        self.config, self.learners, self.stream, self._columns = config, learners, stream, columns
         self.directory = run_directory(config.run_dir)
-        self.step, self.samples, self.seconds, self.earlier = 0, 0, 0.0, 0.0
-        self.kl_coef = config.algorithm.kl_coef
-        self.replay = Replay(config.algorithm.replay_steps)
+        self.step, self.seconds, self.earlier = 0, 0.0, 0.0
         self.before: dict[str, float] = {}
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})
         self.timers = Timers()
-        self._sampled: list[Batch] = []
         self._committed: dict[str, Any] = {}
         self._signal: str | None = None
         self._old_handlers: dict[int, Any] = {}
         if not config.resume:
             _set_aside(self.directory)
         self.checkpoints = Checkpointer(self.directory / "checkpoints", config.checkpoint.keep, config.checkpoint.best)
-        self._began = time.perf_counter()
+        self._began = self._step_began = time.perf_counter()
+
+    # What a stage says -----------------------------------------------------------------------------------------------------
+
+    def fresh_states(self) -> dict[str, Any]:
+        """The training states of a run from the beginning."""
+        raise NotImplementedError
+
+    def abstract_states(self) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of what a checkpoint holds."""
+        return {name: learner.abstract_state() for name, learner in self.learners.items()}
+
+    def note(self) -> dict[str, Any]:
+        """Where the finished steps have led: what a checkpoint holds beside the states. Objects in it must not change later."""
+        return {"seconds": self.seconds, "elapsed": self.elapsed, "before": self.before, "stream": self.stream.state()}
+
+    def written(self, note: dict[str, Any]) -> dict[str, Any]:
+        """A note as JSON can hold it."""
+        return note
+
+    def resumed(self, note: dict[str, Any]) -> None:
+        """Takes up what `written` made of a note."""
+        self.seconds, self.earlier, self.before = note["seconds"], note["elapsed"], note["before"]
+        self.stream.restore(note["stream"])
+
+    def score(self, evaluation: dict[str, float]) -> float | None:
+        """By which checkpoints are compared, higher is better."""
+        raise NotImplementedError
+
+    def export(self, directory: pathlib.Path, states: dict[str, Any]) -> None:
+        """Writes the trained model as a Hugging Face directory."""
+        raise NotImplementedError
+
+    def summary(self, after: dict[str, float]) -> dict[str, Any]:
+        """What the last line on stdout says first."""
+        raise NotImplementedError
 
     # Signals -------------------------------------------------------------------------------------------------------------
 
@@ -100,33 +128,19 @@ class Run:
 
     def restore(self) -> dict[str, Any]:
         """The training states: of the latest readable checkpoint when resuming, otherwise fresh ones."""
-        p = self.parts
-        learners: dict[str, Learner] = {"policy": p.policy} | ({"critic": p.critic} if p.critic else {})
         found = None
         if self.config.resume:
-            abstract = {name: learner.abstract_state() for name, learner in learners.items()}
-            if self.config.reference.refresh_steps:
-                abstract["reference"] = p.reference.abstract_params()
-            found = self.checkpoints.restore(abstract)
+            found = self.checkpoints.restore(self.abstract_states())
             if found is None:
                 log.warning("nothing to resume in %s: starting from the beginning", self.checkpoints.directory)
         if found is None:
-            states = {"policy": p.policy.init_state(p.initial_params)}
-            if p.critic and p.initial_critic:
-                states["critic"] = p.critic.init_state(p.initial_critic(p.initial_params))
+            states = self.fresh_states()
         else:
             self.step, states, extra = found
-            self.samples, self.seconds, self.before = extra["samples"], extra["seconds"], extra["before"]
-            self.earlier, self.kl_coef = extra["elapsed"], extra["kl_coef"]
-            self.replay = Replay(self.replay.steps, from_text(extra["replay"], p.train_prompts))
-            p.stream.restore(extra["stream"])
+            self.resumed(extra)
             log.info("resumed at step %d", self.step)
-        if self.config.reference.refresh_steps:  # it changes, and so is a part of the state
-            states.setdefault("reference", p.reference_params)
-            p.reference_params = None
-        p.initial_params = None
         self._open_logs()
-        self._commit()
+        self.commit()
         return states
 
     def _open_logs(self) -> None:
@@ -134,16 +148,11 @@ class Run:
         resolved = json.dumps(config_lib.flatten(self.config), indent=1)
         (self.directory / "config.json").write_text(resolved + "\n")
         c = self.config
-        self.metrics = MetricsWriter(self.directory, c.log.tensorboard, c.steps, self.step)
-        self.sample_log = SampleWriter(self.directory, self.step) if c.log.samples else None
+        self.metrics = MetricsWriter(self.directory, c.log.tensorboard, c.steps, self.step, columns=self._columns)
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
         """Takes note of where the finished steps have led; a checkpoint of an interrupted step goes back to here."""
-        self._committed = {
-            "samples": self.samples, "seconds": self.seconds, "elapsed": self.elapsed, "before": self.before,
-            "stream": self.parts.stream.state(), "kl_coef": self.kl_coef,
-            "replay": self.replay.batches,
-        }  # fmt: skip
+        self._committed = self.note()
 
     @property
     def elapsed(self) -> float:
@@ -152,66 +161,37 @@ class Run:
 
     # During ----------------------------------------------------------------------------------------------------------------
 
-    def record(self, batch: Batch) -> None:
-        """Every sampled sequence, whether it is trained on or not."""
-        self._sampled.append(batch)
+    def steps(self, states: dict[str, Any], evaluate: Callable[[], dict[str, float]]) -> Iterator[int]:
+        """The steps that are left. Between them the run evaluates and saves when that is due, and leaves when it is told to.
 
-    def finish_step(self, step: int, batch: Batch, updates: dict[str, float], seconds: float) -> None:
-        """Writes the step's metrics and samples, and counts it as done."""
+        Args:
+          states: the training states, which the caller replaces in this very dict.
+
+        Raises:
+          Interrupted: a signal came; the step before is finished.
+        """
+        c = self.config
+        for step in range(self.step, c.steps):
+            self._step_began = time.perf_counter()
+            yield step
+            if c.eval.every_steps and (step + 1) % c.eval.every_steps == 0 and step + 1 < c.steps:
+                evaluate()
+            self.save_if_due(states)
+            self.check()
+
+    def step_times(self, tokens: int) -> dict[str, float]:
+        """The seconds of the step that ends now, in whole and in part, and the tokens that went through it in each."""
+        seconds = time.perf_counter() - self._step_began
         self.seconds += seconds
-        tokens = sum(int(b.rollout.lens.sum()) for b in self._sampled)
-        metrics = {
-            **batch_metrics(batch, self._sampled, self.config), **self.parts.engine.stats.metrics(), **updates,
-            **self.timers.collect(),
-        }  # fmt: skip
-        metrics["timing_s/step"] = seconds
-        metrics["perf/throughput"] = tokens / seconds
-        metrics |= self._utilization(batch, metrics)
-        metrics["perf/compiled_programs"] = sum(
-            len(x.compiled) for x in (self.parts.policy, self.parts.critic, self.parts.reference, self.parts.engine) if x
-        )
+        return self.timers.collect() | {"timing_s/step": seconds, "perf/throughput": tokens / seconds}
+
+    def write_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes a step's metrics, and counts it as done."""
         self.metrics.log(step, metrics)
-        if self.sample_log:
-            for sampled in self._sampled:
-                self.sample_log.write(step, sampled, advantages_of(batch, sampled))
-        every = self.config.log.print_samples_every
-        if every and (step + 1) % every == 0:
-            first = self._sampled[0]
-            shown = zip(first.prompts, first.texts, first.rewards, strict=True)
-            self.metrics.print_samples([(p.text, text, float(reward)) for p, text, reward in itertools.islice(shown, 3)])
-        self._sampled = []
         self.step = step + 1
-        self._commit()
 
-    def _utilization(self, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
-        """The step's and its policy update's share of peak arithmetic, where the peak is known, and memory."""
-        c, p, devices, rollout = self.config.algorithm, self.parts, jax.local_devices(), batch.rollout
-        taught = metrics.get("rollout/rows_taught", 0.0) * c.minibatches / len(batch) * ("timing_s/update_actor" in metrics)
-        updates = utilization.update_flops(p.arch, rollout, c.epochs, taught)
-        passes = p.old_logprobs + (p.reference is not None)
-        sampled = [b.rollout for b in self._sampled]
-        others = utilization.other_flops(p.arch, sampled, rollout, c.epochs, passes, p.critic is not None)
-        shares = {
-            "perf/mfu": utilization.mfu(updates + others, metrics["timing_s/step"], devices),
-            "perf/mfu/actor": utilization.mfu(updates, metrics.get("timing_s/update_actor", 0.0), devices),
-        }
-        known = {name: share for name, share in shares.items() if share is not None}
-        return known | {"perf/max_memory_allocated_gb": utilization.max_memory_gb(devices)}
-
-    def log_eval(self, sampled: Batch | None, greedy: Batch) -> dict[str, float]:
-        """Writes and returns held-out accuracy: the first reward function's mean."""
-        name = next(iter(greedy.reward_parts))
-        source = self.config.data.eval or self.config.data.train
-        result, shown, failed = {}, {}, 0
-        for key, label, batch in (("greedy", "greedy@1", greedy), ("accuracy", f"mean@{self.config.eval.samples}", sampled)):
-            if batch is None:
-                continue
-            failed += int((~batch.valid).sum())
-            if batch.valid.any():  # a sample whose reward failed is neither right nor wrong
-                result[key] = shown[f"val-core/{source}/{name}/{label}"] = float(batch.reward_parts[name][batch.valid].mean())
-        if failed:
-            log.warning("evaluation: the reward of %d samples failed; they are left out", failed)
-            shown["reward/failed"] = failed
+    def write_eval(self, result: dict[str, float], shown: dict[str, float]) -> dict[str, float]:
+        """Writes an evaluation as `shown`, and returns its `result`."""
         self.last_eval = self.step, result
         self.metrics.log_eval(self.step, shown)
         return result
@@ -226,16 +206,15 @@ class Run:
     def save(self, states: dict[str, Any]) -> None:
         """A checkpoint of the last finished step; the writing goes on in the background."""
         with self.timers("save_checkpoint"):
-            step, scores = self.last_eval
-            metric = scores.get("accuracy", scores.get("greedy")) if step == self.step else None
-            extra = self._committed | {"replay": to_text(self._committed["replay"])}
-            self.checkpoints.save(self.step, states, extra, metric)
+            step, result = self.last_eval
+            metric = self.score(result) if step == self.step else None
+            self.checkpoints.save(self.step, states, self.written(self._committed), metric)
 
     def leave(self, states: dict[str, Any], why: Interrupted) -> dict[str, Any]:
         """Saves an interrupted run."""
         self.save(states)
         self.checkpoints.wait()
-        self._close()
+        self.close()
         log.warning("%s: saved step %d in %s; continue with --config.resume=True", why, self.step, self.directory)
         return {"interrupted": str(why), "steps": self.step, "run_dir": str(self.directory)}
 
@@ -247,33 +226,21 @@ class Run:
             self.save(states)
             self.checkpoints.wait()
             raise
-        self._commit()
+        self.commit()
         self.save(states)
         self.checkpoints.wait()
-        export = None
-        if self.config.export.hf:
-            export = str(self.directory / "hf")
-            save_hf(export, self.parts.arch, states["policy"].params, self.parts.tokenizer, self.parts.engine.shape.eos_ids)
-        result = {
-            "task": self.config.data.train,
-            "accuracy_before": self.before.get("accuracy"),
-            "accuracy_after": after.get("accuracy"),
-            "greedy_before": self.before.get("greedy"),
-            "greedy_after": after.get("greedy"),
-            "steps": self.step,
-            "seconds": round(self.elapsed, 1),
-            "samples_per_s": round(self.samples / self.seconds, 3) if self.seconds else None,
-            "export": export,
-        }
+        export = self.directory / "hf" if self.config.export.hf else None
+        if export:
+            self.export(export, states)
+        result = self.summary(after) | {"export": str(export) if export else None}
         (self.directory / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-        self._close()
+        self.close()
         write_report(self.directory)
         return result
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Closes what the run writes to."""
         self.metrics.close()
-        if self.sample_log:
-            self.sample_log.close()
 
 
 def run_directory(path: str) -> pathlib.Path:
@@ -299,36 +266,3 @@ def _set_aside(directory: pathlib.Path) -> None:
     number = next(i for i in itertools.count(1) if not directory.with_name(f"{directory.name}.{i}").exists())
     directory.rename(directory.with_name(f"{directory.name}.{number}"))
     log.info("%s held a run; it is now %s.%d (to continue one: --config.resume=True)", directory, directory, number)
-
-
-def advantages_of(batch: Batch, sampled: Batch) -> np.ndarray:
-    """f32[N, T] for the sequences that were sampled, NaN for those that did not get into the training batch."""
-    n, width = sampled.rollout.tokens.shape
-    out = np.full((n, width), np.nan, np.float32)
-    taken, rows = np.unique(batch.ids, return_index=True)
-    _, mine, theirs = np.intersect1d(sampled.ids, taken, return_indices=True)
-    out[mine] = batch.advantages[rows[theirs], :width]
-    return out
-
-
-def batch_metrics(batch: Batch, sampled: list[Batch], config) -> dict[str, float]:
-    """What a step's samples say, under the names that users of such systems know."""
-    rewards = np.concatenate([b.rewards for b in sampled])
-    valid = np.concatenate([b.valid for b in sampled])
-    name = next(iter(batch.reward_parts))
-    groups = lambda b: len(np.unique(b.rollout.group_ids))  # noqa: E731
-    metrics = {
-        **stats("critic/score", rewards[valid]),
-        **stats("critic/rewards", batch.penalized[batch.valid]),
-        **stats("critic/advantages", batch.advantages[batch.loss_mask]),
-        **response_metrics(np.concatenate([b.rollout.response_lens for b in sampled]), config.rollout.max_new_tokens),
-        **stats("prompt_length", np.concatenate([b.rollout.prompt_lens for b in sampled])),
-        "train/accuracy": float(np.concatenate([b.reward_parts[name] for b in sampled])[valid].mean()) if valid.any() else 0.0,
-        "reward/failed": float((~valid).sum()),
-        "rollout/groups_kept": groups(batch) / sum(map(groups, sampled)),
-    }
-    if batch.values is not None:
-        mask = batch.loss_mask
-        metrics |= stats("critic/values", batch.values[mask]) | stats("critic/returns", batch.returns[mask])
-        metrics["critic/vf_explained_var"] = float(explained_variance(batch.values, batch.returns, mask))
-    return metrics

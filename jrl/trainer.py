@@ -9,7 +9,6 @@ a run writes and saves is in `jrl.run`.
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +24,12 @@ from jrl.algorithms.samples import overlong_penalty, resample, resampling_weight
 from jrl.arguments import estimate, kept, of_samples
 from jrl.build import Parts, build, copy_params
 from jrl.data import Prompt
+from jrl.errors import UserError
 from jrl.losses import finish
 from jrl.plan.auto import resolve
+from jrl.rl_run import RLRun
 from jrl.rollout.scheduler import Request
-from jrl.run import Interrupted, Run, run_directory
+from jrl.run import Interrupted, run_directory
 from jrl.types import Batch, Completion, Rollout, concatenate, make_rollout, take
 
 log = logging.getLogger("jrl")
@@ -53,11 +54,13 @@ class Trainer:
     ):  # fmt: skip
         config = config_lib.with_python_data(config, train_data is not None, eval_data is not None)
         config_lib.validate(config)
+        if config.stage != "rl":
+            raise UserError(f"config.stage={config.stage!r}: Trainer runs rl; use jrl.SupervisedTrainer, or the command line")
         pieces = config_lib.choose_pieces(config, advantage=advantage, policy_loss=policy_loss, filter=filter)
         self.config = config = resolve(config_lib.with_preset(config, pieces))
         run_directory(config.run_dir)  # a mistake there should not wait for the model
         self.parts: Parts = build(config, pieces, reward, train_data, eval_data)
-        self.run = Run(config, self.parts)
+        self.run = RLRun(config, self.parts)
 
     @classmethod
     def from_pretrained(cls, path: str, config: Any = "configs/gsm8k_grpo.py", **options: Any) -> "Trainer":
@@ -78,16 +81,11 @@ class Trainer:
                 if config.eval.at_start and not run.before:
                     run.before = self.evaluate()
                 batches = self.experience(states)
-                for step in range(run.step, config.steps):
-                    began = time.perf_counter()
+                for step in run.steps(states, self.evaluate):
                     batch = next(batches)
                     metrics = self.update(step, states, batch)
                     self.publish(states)
-                    run.finish_step(step, batch, metrics, time.perf_counter() - began)
-                    if config.eval.every_steps and (step + 1) % config.eval.every_steps == 0 and step + 1 < config.steps:
-                        self.evaluate()
-                    run.save_if_due(states)
-                    run.check()
+                    run.finish_step(step, batch, metrics)
                 return run.finish(states, self.evaluate)
             except Interrupted as why:
                 self.parts.engine.abort()

@@ -32,19 +32,14 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rollout:
-    """N finished sequences."""
+class Sequences:
+    """N prompts with their responses: what a learner is given, wherever they are from."""
 
     tokens: np.ndarray  # i32[N, T]
     prompt_lens: np.ndarray  # i32[N]
     lens: np.ndarray  # i32[N], prompt and response
-    loss_mask: np.ndarray  # bool[N, T], which tokens the policy chose
+    loss_mask: np.ndarray  # bool[N, T], which tokens carry loss
     group_ids: np.ndarray  # i32[N], groups may be ragged
-    versions: np.ndarray  # i32[N, T]
-    logprobs: np.ndarray  # f32[N, T], 0 outside the mask
-    sampler_logprobs: np.ndarray  # f32[N, T]
-    stop_reasons: np.ndarray  # str[N]
-    prompt_index: np.ndarray  # i32[N], into the prompts of the step
 
     @property
     def response_lens(self) -> np.ndarray:
@@ -56,6 +51,17 @@ class Rollout:
     def responses(self) -> list[np.ndarray]:
         """The response tokens of each sequence."""
         return [row[p:n] for row, p, n in zip(self.tokens, self.prompt_lens, self.lens, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout(Sequences):
+    """N finished sequences; the loss mask tells which tokens the policy chose."""
+
+    versions: np.ndarray  # i32[N, T]
+    logprobs: np.ndarray  # f32[N, T], 0 outside the mask
+    sampler_logprobs: np.ndarray  # f32[N, T]
+    stop_reasons: np.ndarray  # str[N]
+    prompt_index: np.ndarray  # i32[N], into the prompts of the step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +108,7 @@ def _map(fn: Callable[..., Any], *trees: Any) -> Any:
     first = trees[0]
     if first is None:
         return None
-    if isinstance(first, Rollout | Batch):
+    if isinstance(first, Sequences | Batch):
         names = [f.name for f in dataclasses.fields(first)]
         return dataclasses.replace(first, **{n: _map(fn, *(getattr(t, n) for t in trees)) for n in names})
     if isinstance(first, dict):
@@ -111,7 +117,7 @@ def _map(fn: Callable[..., Any], *trees: Any) -> Any:
 
 
 def take(batch: Any, rows: np.ndarray) -> Any:
-    """The same `Rollout` or `Batch` with only the sequences `rows`, in that order."""
+    """The same `Sequences`, `Rollout` or `Batch` with only the rows `rows`, in that order."""
     return _map(lambda x: x[rows], batch)
 
 

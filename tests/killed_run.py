@@ -7,8 +7,8 @@ import sys
 from jrl import main
 from jrl.checkpoint import Checkpointer
 from jrl.learner import Learner
+from jrl.rl_run import RLRun
 from jrl.rollout.engine import Engine
-from jrl.run import Run
 from jrl.samples import SampleWriter
 
 
@@ -23,9 +23,9 @@ def arm(moment: str, at_step: int) -> None:
         "in_update": (Learner, "update"),
         "between_logs": (SampleWriter, "write"),
         "in_save": (Checkpointer, "save"),
-        "between_steps": (Run, "save_if_due"),
+        "between_steps": (RLRun, "save_if_due"),
     }[moment]
-    original, finish = getattr(owner, name), Run.finish_step
+    original, finish = getattr(owner, name), RLRun.finish_step
     finished = 0
 
     def counted(self, step, *rest):
@@ -42,7 +42,7 @@ def arm(moment: str, at_step: int) -> None:
             original(self, *args, **kwargs)  # orbax is still writing when this returns
         die()
 
-    Run.finish_step = counted
+    RLRun.finish_step = counted
     setattr(owner, name, replaced)
 
 

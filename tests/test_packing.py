@@ -1,10 +1,13 @@
 """Packing: every row once, its prompt beside it, its columns at their tokens, and never over the budget but alone."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from jrl.packing import groups_by_prompt, laid_in_rows, pack, unpack
+from jrl.packing import groups_by_prompt, laid_in_rows, pack, pack_groups, pack_rows, unpack
+from jrl.shapes import bucket
 from jrl.types import Completion, make_rollout
 
 
@@ -139,3 +142,63 @@ def test_no_rows_make_no_microbatch_and_a_microbatch_is_a_pytree():
     assert packed(rollout, np.array([], int)) == []
     m = packed(rollout, value=np.zeros(rollout.tokens.shape, np.float32))[0]
     assert len(jax.tree.leaves(m)) == 9 and jax.tree.map(lambda x: x, m).shape == m.shape
+
+
+# Several sequences in a row --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("budget", [16, 300, 100_000])
+def test_every_sequence_is_packed_once_beside_others(budget, shards):
+    rollout = random_rollout()
+    places = np.arange(rollout.tokens.shape[1])
+    there = places < rollout.lens[:, None]
+    named = np.where(there, 1000 * (1 + np.arange(len(rollout)))[:, None] + places, 0)  # thousands tell the sequence
+    rollout = dataclasses.replace(rollout, tokens=named.astype(np.int32))
+    values = np.where(there, named * 0.5, np.nan).astype(np.float32)
+    rows = np.random.default_rng(0).permutation(len(rollout))[:-2]
+    seen, used, rows_used = [], 0, 0
+    for m in pack_rows(rollout, {"value": values}, rows, shards, budget):
+        assert m.tokens.shape[0] == shards and m.tokens.shape[2] == bucket(rollout.tokens.shape[1], 16)
+        assert m.shape[2] == 1 or m.shape[2] * m.shape[3] <= budget
+        assert not m.prompt_lens.any()
+        for s, n in np.ndindex(m.tokens.shape[:2]):
+            begin, end = 0, int((m.offsets[s, n] >= 0).sum())
+            rows_used += end > 0
+            while begin < end:
+                row = m.tokens[s, n, begin] // 1000 - 1
+                span = slice(begin, begin + rollout.lens[row])
+                np.testing.assert_array_equal(m.tokens[s, n, span], rollout.tokens[row, : rollout.lens[row]])
+                np.testing.assert_array_equal(m.columns["value"][s, n, span], m.tokens[s, n, span] * 0.5)
+                np.testing.assert_array_equal(m.offsets[s, n, span], np.arange(rollout.lens[row]))
+                seen.append(row)
+                begin = span.stop
+            assert begin == end and not m.columns["value"][s, n, end:].any()
+            used += int(end)
+    assert sorted(seen) == sorted(rows.tolist()) and used == rollout.lens[rows].sum()
+    assert rows_used < len(rows)  # some rows do hold several
+
+
+def test_rows_of_sequences_have_few_shapes_whatever_the_batch():
+    shapes = set()
+    for seed in range(8):
+        rollout = random_rollout(seed)
+        rollout = dataclasses.replace(rollout, tokens=np.pad(rollout.tokens, ((0, 0), (0, 128 - rollout.tokens.shape[1]))))
+        shapes |= {m.shape for m in pack_rows(rollout, {}, np.arange(len(rollout)), 1, 520)}
+    assert shapes <= {(1, 16, n, 128) for n in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("budget", [16, 150, 400])
+def test_pairs_stay_together_side_by_side(budget, shards):
+    for seed in range(4):
+        rollout, seen = random_rollout(seed, counts=(2,) * 7), []
+        for m in pack_groups(rollout, {}, np.random.default_rng(seed).permutation(len(rollout)), shards, budget):
+            assert m.row.shape[1] % 2 == 0
+            for pair in m.row.reshape(-1, 2):
+                assert (pair < 0).all() or (pair >= 0).all() and pair[0] // 2 == pair[1] // 2
+                seen += [int(row) for row in pair if row >= 0]
+        assert sorted(seen) == list(range(14))
+    # The negative control: without that, a budget that is too small for two splits pairs.
+    split = [m.row for m in packed(random_rollout(0, counts=(2,) * 7), None, 1, 16)]
+    assert budget > 16 or any((rows >= 0).sum() == 1 for rows in split)

@@ -48,6 +48,24 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class Preference(NamedTuple):
+    """A loss of `jrl.algorithms.preference`, and what it is given."""
+
+    reference: bool  # log-probabilities of the reference too
+    mean: bool  # log-probabilities as means over the tokens of an answer; otherwise as sums
+    paired: bool  # a chosen and a rejected answer; otherwise one with a label
+    keys: tuple[str, ...]  # of the config's section dpo that it reads
+
+
+PREFERENCE_LOSSES: dict[str, Preference] = {
+    "dpo": Preference(True, False, True, ("beta", "label_smoothing")),
+    "ipo": Preference(True, True, True, ("beta",)),
+    "kto": Preference(True, False, False, ("beta", "desirable", "undesirable")),
+    "orpo": Preference(False, True, True, ("beta",)),
+    "simpo": Preference(False, True, True, ("beta", "gamma")),
+}
+
+
 class Piece(NamedTuple):
     """A function that a name stands for, and what is known of it before it is loaded."""
 

@@ -50,13 +50,9 @@ def encode(
     """
     if not examples:
         return []
-    if use_chat_template and not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "data.use_chat_template=True: the tokenizer has no chat template; set it to False, or use an instruct model"
-        )
-    system = _system_messages(tokenizer, system_prompt) if use_chat_template or system_prompt else []
+    system = system_messages(tokenizer, system_prompt, use_chat_template)
     chats = [_messages(i, example, system) for i, example in enumerate(examples)]
-    texts = [_render(i, chat, tokenizer) if use_chat_template else _join(chat) for i, chat in enumerate(chats)]
+    texts = [_render(i, chat, tokenizer) if use_chat_template else join_contents(chat) for i, chat in enumerate(chats)]
     # A template writes its own BOS, so the tokenizer must not add another one.
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     if not use_chat_template:
@@ -86,9 +82,17 @@ def _uid(chat: list[Message]) -> str:
     return hashlib.blake2b(repr([(m["role"], m["content"]) for m in chat]).encode(), digest_size=8).hexdigest()
 
 
-def _system_messages(tokenizer: Any, system_prompt: str) -> list[Message]:
-    """The system message to put before a chat, if any."""
-    if system_prompt or _has_default_system_text(tokenizer):
+def system_messages(tokenizer: Any, system_prompt: str, use_chat_template: bool) -> list[Message]:
+    """The system message to put before a chat, if any.
+
+    Raises:
+      UserError: there is no chat template to use.
+    """
+    if use_chat_template and not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "data.use_chat_template=True: the tokenizer has no chat template; set it to False, or use an instruct model"
+        )
+    if system_prompt or (use_chat_template and _has_default_system_text(tokenizer)):
         return [{"role": "system", "content": system_prompt}]
     return []
 
@@ -126,8 +130,14 @@ def _render(index: int, chat: list[Message], tokenizer: Any) -> str:
         raise UserError(f"prompt {index + 1}: the chat template refuses the roles {roles} ({error})") from None
 
 
-def _join(chat: list[Message]) -> str:
+def join_contents(chat: Sequence[Message]) -> str:
+    """The text of messages where no chat template is used."""
     return "\n\n".join(m["content"] for m in chat)
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text without a template, after a BOS if the tokenizer adds one."""
+    return _with_bos(tokenizer([text], add_special_tokens=False)["input_ids"], tokenizer)[0]
 
 
 def _with_bos(ids: list[list[int]], tokenizer: Any) -> list[list[int]]:

@@ -63,16 +63,25 @@ def load_examples(
         are), an unknown task or option, too few distinct problems, a package that is not installed.
     """
     if is_gym(source):
-        names, prompt_key, answer_key = source.removeprefix(gym.PREFIX).split("+"), "question", "answer"
-        rows = _numbered(source, gym.draw(names, options or {}, size, seed, repeats))
+        prompt_key, answer_key = "question", "answer"
+    rows = load_rows(source, options=options, size=size, seed=seed, repeats=repeats)
+    return [_example(where, row, prompt_key, answer_key, prompt_suffix) for where, row in rows]
+
+
+def load_rows(
+    source: Any, *, options: Mapping[str, Any] | None = None, size: int = 0, seed: int = 0, repeats: bool = False
+) -> list[tuple[str, dict[str, Any]]]:
+    """The rows of a source, each with a word on where it stands; arguments and errors are those of `load_examples`."""
+    if is_gym(source):
+        names = source.removeprefix(gym.PREFIX).split("+")
+        rows = list(_numbered(source, gym.draw(names, options or {}, size, seed, repeats)))
     elif options:
         raise UserError(f"data.options={dict(options)}: {source!r} takes none; they are for {gym.PREFIX}NAME only")
     else:
-        rows = _rows(source)
-    examples = [_example(where, row, prompt_key, answer_key, prompt_suffix) for where, row in rows]
-    if not examples:
+        rows = list(_rows(source))
+    if not rows:
         raise UserError(f"{source if isinstance(source, str) else type(source).__name__}: holds no rows")
-    return examples
+    return rows
 
 
 def is_gym(source: Any) -> bool:
@@ -174,14 +183,19 @@ def _example(where: str, row: dict[str, Any], prompt_key: str, answer_key: str, 
 def _question(where: str, key: str, value: Any, suffix: str) -> str | list[Message]:
     if isinstance(value, str) and value.strip():
         return value + suffix
-    is_chat = isinstance(value, list | tuple) and value and all(isinstance(m, Mapping) for m in value)
-    if not is_chat or not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value):
-        raise UserError(f"{where}: {key}={str(value)[:80]!r} is neither text nor a list of messages (role, content) of text")
-    messages = [{"role": m["role"], "content": m["content"]} for m in value]
+    messages = read_messages(where, key, value)
     if not any(m["content"].strip() for m in messages):
         raise UserError(f"{where}: {key} is empty; remove the row")
     messages[-1]["content"] += suffix
     return messages
+
+
+def read_messages(where: str, key: str, value: Any) -> list[Message]:
+    """A list of chat messages, as a column holds it."""
+    is_chat = isinstance(value, list | tuple) and value and all(isinstance(m, Mapping) for m in value)
+    if not is_chat or not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value):
+        raise UserError(f"{where}: {key}={str(value)[:80]!r} is neither text nor a list of messages (role, content) of text")
+    return [{"role": m["role"], "content": m["content"]} for m in value]
 
 
 def _text(answer: Any) -> str | None:

@@ -2,23 +2,36 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from jrl.data.prompts import Prompt
 from jrl.errors import UserError
 
 
-class PromptStream:
-    """Endless prompts; every epoch is a permutation of all, which depends on (seed, epoch) only.
+class HasUid(Protocol):
+    """What tells the data of one run from those of another."""
+
+    @property
+    def uid(self) -> str: ...
+
+
+Drawn = TypeVar("Drawn", bound=HasUid)
+
+
+class PromptStream(Generic[Drawn]):
+    """Endless prompts, or whatever a stage learns from; every epoch is a permutation of all, which depends on (seed, epoch) only.
 
     A draw may cross the border of two epochs, so no prompt is ever left out. The cursor is two integers.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], prompts_per_step: int, seed: int):
+    def __init__(self, prompts: Sequence[Drawn], prompts_per_step: int, seed: int, key: str = "rollout.prompts_per_step"):
+        """
+        Args:
+          key: where the config says how many there are in a step.
+        """
         if len(prompts) < prompts_per_step:
-            raise UserError(f"rollout.prompts_per_step={prompts_per_step}: there are {len(prompts)} training prompts; take fewer")
+            raise UserError(f"{key}={prompts_per_step}: there are {len(prompts)} training examples; take fewer")
         self._prompts = list(prompts)
         self._prompts_per_step = prompts_per_step
         self._seed = seed
@@ -29,9 +42,9 @@ class PromptStream:
         self._epoch, self._position = epoch, position
         self._order = np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts))
 
-    def next(self, k: int | None = None) -> list[Prompt]:
+    def next(self, k: int | None = None) -> list[Drawn]:
         """The next `k` prompts, those of a step unless told otherwise."""
-        drawn: list[Prompt] = []
+        drawn: list[Drawn] = []
         wanted = self._prompts_per_step if k is None else k
         while len(drawn) < wanted:
             part = self._order[self._position : self._position + wanted - len(drawn)]

@@ -7,23 +7,25 @@ import jax
 import numpy as np
 
 from jrl.models.arch import Arch
-from jrl.models.decoder import MASTER_DTYPE, Params, abstract_params, param_axes
+from jrl.models.decoder import MASTER_DTYPE, Decoder, Params, RewardModel, abstract_params, param_axes
 from jrl.models.names import tensors
 
 # (name in the file, index of the slice as stored) -> that part, in any float dtype
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 
 
-def assemble(arch: Arch, style: str, read: Read, layout: Any = None) -> Params:
+def assemble(arch: Arch, style: str, read: Read, layout: Any = None, scores: bool = False) -> Params:
     """The parameter dict, float32, on the layout's mesh or on the default device.
 
     Args:
       style: naming of the tensors, see `jrl.models.names`.
       read: returns a part of a tensor as the file holds it, linear weights [out, in].
+      scores: of a reward model.
     """
-    shapes, axes = abstract_params(arch), param_axes(arch)
+    model = RewardModel if scores else Decoder
+    shapes, axes = abstract_params(arch, model), param_axes(arch, model)
     params: Params = {}
-    for path, template, transposed in tensors(arch, style):
+    for path, template, transposed in tensors(arch, style, scores):
         shape, names = at(shapes, path).shape, at(axes, path)
         stacked = "{}" in template
 

@@ -194,9 +194,12 @@ Int8Decoder = functools.partial(Decoder, int8=True)  # the same model, its matri
 class Critic(nnx.Module):
     """A decoder whose head is one number per token: the value of the state after reading it."""
 
-    def __init__(self, arch: Arch, rngs: nnx.Rngs):
+    def __init__(self, arch: Arch, rngs: nnx.Rngs, bias: bool = True):
         self.backbone = Decoder(arch, rngs, with_head=False)
-        self.value = Linear((), (arch.hidden_size, 1), ("norm", "norm"), True, rngs)
+        self.value = Linear((), (arch.hidden_size, 1), ("norm", "norm"), bias, rngs)
+
+
+RewardModel = functools.partial(Critic, bias=False)  # its head is that of `transformers`' sequence classifiers
 
 
 # Rotary position embedding (https://arxiv.org/abs/2104.09864), halves convention -----------------------------------
@@ -325,15 +328,18 @@ def logits(arch: Arch, params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def value_head(params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 values [...] of hidden states [..., D]; `params` is the critic's dict."""
+    """float32 values [...] of hidden states [..., D]; `params` is that of `Critic` or `RewardModel`."""
     w = params["value"]
     # Accelerators would round both sides to fewer bits, and returns differ by little.
     values = jnp.matmul(hidden.astype(jnp.float32), w["kernel"], precision=jax.lax.Precision.HIGHEST)
-    return values[..., 0] + w["bias"][0]
+    return values[..., 0] + w["bias"][0] if "bias" in w else values[..., 0]
 
 
-def critic_from_policy(arch: Arch, params: Params) -> Params:
-    """A critic whose backbone is a copy of the policy's and whose value head is zero, so that values start at 0."""
+def critic_from_policy(arch: Arch, params: Params, bias: bool = True) -> Params:
+    """A critic whose backbone is a copy of the policy's and whose value head is zero, so that values start at 0.
+
+    Without `bias` these are the parameters of `RewardModel`.
+    """
     copy = {k: jax.tree.map(jnp.copy, v) for k, v in params.items() if k != "lm_head"}
     d = arch.hidden_size
-    return {"backbone": copy, "value": {"kernel": jnp.zeros((d, 1)), "bias": jnp.zeros((1,))}}
+    return {"backbone": copy, "value": {"kernel": jnp.zeros((d, 1))} | ({"bias": jnp.zeros((1,))} if bias else {})}

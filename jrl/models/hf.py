@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from jrl.errors import UserError
 from jrl.models.arch import Arch
 from jrl.models.assemble import assemble, at
-from jrl.models.decoder import Params, abstract_params
+from jrl.models.decoder import Decoder, Params, RewardModel, abstract_params
 from jrl.models.names import tensors
 
 SHARD_BYTES = 2 << 30
@@ -41,15 +41,18 @@ def _files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
         return dict.fromkeys(f.keys(), single)
 
 
-def load_hf(directory: str | pathlib.Path, arch: Arch, layout: Any = None) -> Params:
+def load_hf(directory: str | pathlib.Path, arch: Arch, layout: Any = None, scores: bool = False) -> Params:
     """The parameters, float32; of each file only the bytes that this process's devices hold are read.
+
+    Args:
+      scores: of a reward model, whose config.json says so (`scores_of`).
 
     Raises:
       UserError: a tensor that is missing, of another shape, or that the architecture has no place for.
     """
     directory = pathlib.Path(directory)
     files = _files(directory)
-    _check_names(directory, arch, files)
+    _check_names(directory, arch, files, scores)
     # By way of numpy, since JAX has no CPU device where another platform alone is asked for. It knows bfloat16 once ml_dtypes
     # is loaded, which jax sees to.
     handles = {file: safe_open(file, "numpy") for file in set(files.values())}
@@ -57,13 +60,27 @@ def load_hf(directory: str | pathlib.Path, arch: Arch, layout: Any = None) -> Pa
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         return np.asarray(handles[files[name]].get_slice(name)[index], np.float32)
 
-    _check_shapes(directory, arch, lambda name: handles[files[name]].get_slice(name).get_shape())
-    return assemble(arch, "hf", read, layout)
+    _check_shapes(directory, arch, lambda name: handles[files[name]].get_slice(name).get_shape(), scores)
+    return assemble(arch, "hf", read, layout, scores)
 
 
-def _expected(arch: Arch) -> dict[str, list[int]]:
-    shapes, out = abstract_params(arch), {}
-    for path, template, transposed in tensors(arch, "hf"):
+def scores_of(config: dict[str, Any]) -> bool:
+    """Whether a config.json is of a model that puts out a score: a sequence classifier with one label.
+
+    Raises:
+      UserError: a classifier with several labels.
+    """
+    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        return False
+    labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
+    if labels != 1:
+        raise UserError(f"config.json: a classifier of {labels} labels has no single score; a reward model has num_labels=1")
+    return True
+
+
+def _expected(arch: Arch, scores: bool) -> dict[str, list[int]]:
+    shapes, out = abstract_params(arch, RewardModel if scores else Decoder), {}
+    for path, template, transposed in tensors(arch, "hf", scores):
         shape = list(at(shapes, path).shape)
         inner = shape[1:] if "{}" in template else shape
         for layer in range(arch.num_layers) if "{}" in template else [0]:
@@ -71,19 +88,19 @@ def _expected(arch: Arch) -> dict[str, list[int]]:
     return out
 
 
-def _check_names(directory: pathlib.Path, arch: Arch, files: dict[str, pathlib.Path]) -> None:
-    expected = _expected(arch)
+def _check_names(directory: pathlib.Path, arch: Arch, files: dict[str, pathlib.Path], scores: bool) -> None:
+    expected = _expected(arch, scores)
     missing = [name for name in expected if name not in files]
     # Old exports keep the rotary table, and tied ones a second copy of the embedding.
-    spare = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if arch.tie_embeddings else ())
+    spare = ("rotary_emb.inv_freq",) + (("lm_head.weight",) if arch.tie_embeddings and not scores else ())
     extra = [name for name in files if name not in expected and not name.endswith(spare)]
     if missing or extra:
         what, name = ("has no tensor", missing[0]) if missing else ("has a tensor without a place in the model,", extra[0])
         raise UserError(f"model.path={directory}: {what} {name}; config.json and the weights do not belong together")
 
 
-def _check_shapes(directory: pathlib.Path, arch: Arch, shape_of) -> None:
-    for name, shape in _expected(arch).items():
+def _check_shapes(directory: pathlib.Path, arch: Arch, shape_of, scores: bool) -> None:
+    for name, shape in _expected(arch, scores).items():
         found = list(shape_of(name))
         if found != shape:
             raise UserError(f"model.path={directory}: {name} has shape {found}, config.json says {shape}")
@@ -94,17 +111,26 @@ def save_hf(
 ) -> None:
     """Writes config, weights in files of at most 2 GiB, generation config and tokenizer.
 
+    Parameters of a `RewardModel` become a sequence classifier with one label. It scores batches of several rows only if the
+    tokenizer pads with a token that ends no sequence: `transformers` looks for the last one that is no padding.
+
     Weights are fetched from the devices one parameter at a time and written as float32, bit for bit.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("model*.safetensors*"):
         old.unlink()
-    config = arch.to_hf_config()
+    config, scores = arch.to_hf_config(), "value" in params
+    if scores:
+        name = config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+        pad = getattr(tokenizer, "pad_token_id", None)
+        pad = None if pad in eos_ids else pad
+        config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": pad}
     if eos_ids:
         ids = list(eos_ids) if len(eos_ids) > 1 else eos_ids[0]
         config["eos_token_id"] = ids
-        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}, indent=2) + "\n")
+        if not scores:
+            (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}, indent=2) + "\n")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shards = _write_shards(directory, arch, params)
     if len(shards) == 1:
@@ -113,7 +139,7 @@ def save_hf(
         names = {name: f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i, (_, ns) in enumerate(shards) for name in ns}
         for i, (file, _) in enumerate(shards):
             (directory / file).rename(directory / f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors")
-        total = 4 * arch.num_params()
+        total = sum(x.nbytes for x in jax.tree.leaves(params))
         index = {"metadata": {"total_size": total}, "weight_map": names}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     if tokenizer is not None:
@@ -131,7 +157,7 @@ def _write_shards(directory: pathlib.Path, arch: Arch, params: Params) -> list[t
             shards.append((file, list(pending)))
             pending.clear()
 
-    for path, template, transposed in tensors(arch, "hf"):
+    for path, template, transposed in tensors(arch, "hf", "value" in params):
         values = np.asarray(jax.device_get(at(params, path)))
         for layer, value in enumerate(values) if "{}" in template else [(0, values)]:
             value = np.ascontiguousarray(value.T if transposed else value)

@@ -47,6 +47,7 @@ class OpenModel:
     tokenizer: Any  # of `transformers`
     eos_ids: tuple[int, ...]  # every id that ends a response
     where: pathlib.Path | None  # None: random weights
+    scores: bool = False  # it is a reward model: it puts out a score in place of tokens
 
     def load(self, layout: Any = None, seed: int = 0) -> LoadedModel:
         """Reads the weights.
@@ -60,7 +61,7 @@ class OpenModel:
         elif self.where.suffix == ".gguf":
             params = gguf.load_gguf(str(self.where), layout)
         else:
-            params = hf.load_hf(self.where, self.arch, layout)
+            params = hf.load_hf(self.where, self.arch, layout, self.scores)
         return LoadedModel(self.arch, params, self.tokenizer, self.eos_ids)
 
 
@@ -87,7 +88,7 @@ def open_model(path: str) -> OpenModel:
     given = [config.get("eos_token_id")]
     if (where / "generation_config.json").is_file():
         given.append(json.loads((where / "generation_config.json").read_text()).get("eos_token_id"))
-    return OpenModel(arch, tokenizer, _eos_ids(tokenizer, *given), where)
+    return OpenModel(arch, tokenizer, _eos_ids(tokenizer, *given), where, hf.scores_of(config))
 
 
 def load_model(path: str, layout: Any = None, seed: int = 0) -> LoadedModel:

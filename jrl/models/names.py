@@ -3,6 +3,7 @@
 A template with `{}` stands for one tensor per layer. Linear weights are [out, in] in these files and [in, out] here.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 from jrl.models.arch import Arch
@@ -44,8 +45,15 @@ _MODEL = {
 _STYLES = {"hf": (0, "model.layers.{}."), "gguf": (1, "blk.{}.")}
 
 
-def tensors(arch: Arch, style: str) -> list[Tensor]:
-    """Every parameter of `arch`, in the order of the table; `style` is "hf" or "gguf"."""
+def tensors(arch: Arch, style: str, scores: bool = False) -> list[Tensor]:
+    """Every parameter of `arch`, in the order of the table; `style` is "hf" or "gguf".
+
+    Args:
+      scores: of a reward model, whose head puts out one number (`jrl.models.decoder.RewardModel`).
+    """
+    if scores:
+        backbone = tensors(dataclasses.replace(arch, tie_embeddings=True), style)
+        return [t._replace(path=("backbone", *t.path)) for t in backbone] + [Tensor(("value", "kernel"), "score.weight", True)]
     column, prefix = _STYLES[style]
     absent = {"lm_head/kernel"} if arch.tie_embeddings else set()
     absent |= set() if arch.qkv_bias else {"q/bias", "k/bias", "v/bias"}

@@ -61,7 +61,9 @@ def response_hidden(arch: Arch, params, packed, *, dtype, layout, split, remat) 
 
 
 def by_response(x: jax.Array, packed, constrain) -> jax.Array:
-    """[d, R, t] as the tokens lie in rows to [d, N, t], one response each, 0 after its end."""
+    """[d, R, t] as the tokens lie in rows to [d, N, t], one response each, 0 after its end; as it is without `packed.starts`."""
+    if packed.starts is None:
+        return x
     d, _, t = x.shape
     flat = constrain(x, ("batch", None, None)).reshape(d, -1)
     places = jnp.where(jnp.arange(t) < packed.lens[..., None], packed.starts[..., None] + jnp.arange(t), flat.shape[1])
@@ -125,8 +127,8 @@ def token_logprobs(
     constrain,
     split=None,
     parts: int = 1,
-) -> tuple[jax.Array, jax.Array]:
-    """log_softmax(logits / temperature) of the given tokens, and the entropy of that distribution.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """log_softmax(logits / temperature) of the given tokens, the entropy of that distribution, and whether they are likeliest.
 
     The logits exist for `chunk` tokens a device at a time and are computed again in the backward pass, so that no [.., V]
     array of the whole batch is ever made.
@@ -136,7 +138,7 @@ def token_logprobs(
       parts: into how many equal parts the mesh splits the sequences.
 
     Returns:
-      two float32[d, R, t]
+      three float32[d, R, t]; the last is 1 or 0, and 1 for all of several tokens of one largest probability.
     """
     d, rows, t, width = hidden.shape
     count = rows * t // parts  # tokens of a part
@@ -164,7 +166,7 @@ def token_logprobs(
         # Entropy is log Z - E[logit]. The expectation is a product with a column of ones: XLA on CPU runs the plain sum of a
         # product ten times slower.
         expected = flat_matmul(exps * shifted, jnp.ones((logits.shape[-1], 1), logits.dtype))[..., 0] / total
-        return picked - normalizer, normalizer - expected
+        return picked - normalizer, normalizer - expected, (picked >= 0).astype(jnp.float32)
 
     out = jax.lax.map(one_chunk, (chunks(hidden), chunks(tokens)))
 
@@ -172,4 +174,4 @@ def token_logprobs(
         x = jnp.moveaxis(x.reshape(-1, d, parts, chunk), 0, 2).reshape(d, parts, -1)[:, :, :count]
         return jnp.moveaxis(x.reshape(d, parts, rows, t // parts), 1, 2).reshape(d, rows, t)
 
-    return rejoin(out[0]), rejoin(out[1])
+    return rejoin(out[0]), rejoin(out[1]), rejoin(out[2])

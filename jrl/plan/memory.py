@@ -18,15 +18,14 @@ MASTER_BYTES = 4  # parameters, gradients, moments: float32
 ADAM_MOMENTS = 2
 
 
-def weight_shards(arch: Arch, layout: Layout, critic: bool) -> list[tuple[tuple[int, ...], Any]]:
+def weight_shards(arch: Arch, layout: Layout, model: Any = decoder.Decoder) -> list[tuple[tuple[int, ...], Any]]:
     """(shape on one device, partition) of every weight."""
-    model: Any = decoder.Critic if critic else decoder.Decoder
     shapes = jax.tree.leaves(decoder.abstract_params(arch, model))
     shardings = jax.tree.leaves(layout.tree(decoder.param_axes(arch, model), decoder.abstract_params(arch, model)))
     return [(s.shard_shape(x.shape), s.spec) for x, s in zip(shapes, shardings, strict=True)]
 
 
-def _count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
+def count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
     return sum(math.prod(shape) for shape, _ in weights)
 
 
@@ -35,10 +34,12 @@ def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict
     for name in ("learner", "critic"):
         if name in weights:
             label = "policy" if name == "learner" else name
-            held[f"{label}: parameters, float32"] = _count(weights[name]) * MASTER_BYTES
-            held[f"{label}: Adam's moments, float32"] = _count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
+            held[f"{label}: parameters, float32"] = count(weights[name]) * MASTER_BYTES
+            held[f"{label}: Adam's moments, float32"] = count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
     if "reference" in weights:
-        held["reference: parameters, float32"] = _count(weights["reference"]) * MASTER_BYTES
+        held["reference: parameters, float32"] = count(weights["reference"]) * MASTER_BYTES
+    if "reward" in weights:
+        held["reward model: parameters, float32"] = count(weights["reward"]) * MASTER_BYTES
     rollout = layouts["rollout"]
     pool = backend.pool_arrays(batch["num_pages"], batch["page_size"]).values()
     shards = (math.prod(rollout.sharding(x.axes, x.shape).shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in pool)
@@ -61,11 +62,17 @@ def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str,
     phases = {"generating": {**rollout, "work arrays, estimate": work}}
     for name in ("learner", "critic"):
         if name in weights:
-            sums = _count(weights[name]) * MASTER_BYTES
+            sums = count(weights[name]) * MASTER_BYTES
             phases[f"updating the {'policy' if name == 'learner' else name}"] = {
                 "gradients, sum of microbatches": sums,
-                "a microbatch at work, estimate": _update_work(
-                    config, arch, layouts[name], batch, dtype, sums, name == "learner"
+                "a microbatch at work, estimate": update_work(
+                    config,
+                    arch,
+                    layouts[name],
+                    learner_shapes(batch, batch["minibatch_sequences"], layouts[name]),
+                    dtype,
+                    sums,
+                    name == "learner",
                 ),
             }
     return phases
@@ -122,18 +129,20 @@ def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
     return max(work, default=0)
 
 
-def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: int, has_head: bool) -> int:
+def update_work(config, arch: Arch, layout: Layout, sizes, dtype, gradients: int, has_head: bool) -> int:
     """Forward and backward of one microbatch, with its gradients; scores and logits are computed again, so they exist in part.
 
     Two moments can need the most: the head's backward pass, which has one gradient of the whole head on each device but none
     of the layers yet, and the first layer's, when there are those of all layers. Counts of arrays that live side by side are
     those of programs compiled for TPUs.
+
+    Args:
+      sizes: (prompts, prompt tokens, responses, response tokens) of a shard's microbatches.
     """
     tensor, context, c = layout.mesh.shape["tensor"], layout.shards("length"), config.learner
     split = layout.shards("embed")
     # On one device: of each sequence it has the queries of a part, and gathers the keys of the whole.
-    shapes = [(prompts, u // context, responses, t // context) for prompts, u, responses, t in
-              learner_shapes(batch, batch["minibatch_sequences"], layout)]  # fmt: skip
+    shapes = [(prompts, u // context, responses, t // context) for prompts, u, responses, t in sizes]
     tokens = max(prompts * u + responses * t for prompts, u, responses, t in shapes)
     # Prompts attend first, then responses, and of either one chunk of queries at a time.
     pairs = max(

@@ -19,7 +19,9 @@ from jrl import platform
 from jrl.algorithms.pieces import needs_critic
 from jrl.config import with_preset
 from jrl.errors import UserError
+from jrl.models import decoder
 from jrl.models.arch import Arch
+from jrl.models.load import read_arch
 from jrl.models.unstack import worth_it
 from jrl.plan.memory import held_bytes, phase_bytes, weight_shards
 from jrl.plan.sizes import microbatch_sequences, program_sizes, volume
@@ -27,6 +29,8 @@ from jrl.rollout.backends import choose_backend
 from jrl.shapes import default_slots, length_step
 from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
 from jrl.sharding.mesh import describe, resolve_sizes
+
+MODELS = {"critic": decoder.Critic, "reward": decoder.RewardModel}  # that are no language models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Plan:
     model: dict[str, Any]
     num_devices: int
     meshes: dict[str, dict[str, int]]  # model -> axis -> devices
+    about: list[str]  # the step, its rollout and its updates, in words
     batch: dict[str, int]
     held_bytes: dict[str, int]  # for the whole run
     phase_bytes: dict[str, dict[str, int]]  # phase of a step -> what it needs besides
@@ -52,7 +57,7 @@ class Plan:
 
     def text(self) -> str:
         """For people."""
-        m, b = self.model, self.batch
+        m = self.model
         lines = [
             f"model      {m['family']}, {m['num_params'] / 1e6:,.1f} M parameters, {m['num_layers']} layers,"
             f" hidden {m['hidden_size']}, {m['num_heads']} heads, {m['num_kv_heads']} KV heads,"
@@ -60,15 +65,7 @@ class Plan:
             f"devices    {self.num_devices}",
             *(f"mesh       {name:<10}{describe(sizes)}" for name, sizes in self.meshes.items()),
             "",
-            f"step       {b['prompts']} prompts x {b['group_size']} samples = {b['sequences']} sequences of at most"
-            f" {b['prompt_tokens']} + {b['response_tokens']} tokens, at most {b['tokens']:,} tokens",
-            f"rollout    {b['replicas']} replicas x {b['slots']} slots, pools of at most {b['num_pages']} pages of"
-            f" {b['page_size']} tokens",
-            f"updates    {b['epochs']} epochs x {b['minibatches']} minibatches of {b['minibatch_prompts']} prompts"
-            f" ({b['minibatch_sequences']} sequences); {b['updates']} in {b['steps']} steps"
-            + (f", the policy's from step {b['policy_delay_steps']} on" if b["policy_delay_steps"] else ""),
-            f"microbatch {b['shards']} shards x {b['microbatch_tokens']} tokens: {b['microbatch_sequences']} of the"
-            f" longest sequences a shard, at most {b['microbatches']} microbatches a minibatch",
+            *self.about,
             "",
             "bytes per device",
             *(f"  {name:<40}{size_text(n):>12}" for name, n in self.held_bytes.items()),
@@ -90,7 +87,7 @@ class Plan:
 
 def num_devices(config) -> int:
     """The devices that the config's meshes fix, by their product; where none does, the devices of this machine."""
-    for section in ("learner", "rollout"):
+    for section in ("learner", "rollout") if config.stage == "rl" else ("learner",):
         sizes = config[section].mesh.to_dict().values()
         if -1 not in sizes:
             return math.prod(sizes)
@@ -110,9 +107,10 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
     layouts = abstract_layouts(config, num_devices)
     weights = {}
     for name, layout in layouts.items():
-        with _naming(_mesh_key(config, name)):
-            layout.sharding(("act_heads",), (arch.num_heads,))  # not weights: the forward pass splits them
-            weights[name] = weight_shards(arch, layout, name == "critic")
+        own = read_arch(config.reward.model.path) if name == "reward" else arch
+        with naming(_mesh_key(config, name)):
+            layout.sharding(("act_heads",), (own.num_heads,))  # not weights: the forward pass splits them
+            weights[name] = weight_shards(own, layout, MODELS.get(name, decoder.Decoder))
     batch = _batch(config, layouts)
     if batch["prompt_tokens"] + batch["response_tokens"] > arch.max_position:
         raise UserError(
@@ -122,25 +120,43 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
     backend = backend or jax.default_backend()
     dtype = platform.compute_dtype(config.model.compute_dtype, backend)
     attention, _ = choose_backend(config.rollout.attention, backend, arch, layouts["rollout"], dtype, config.rollout.kv)
-    with _naming(f"config.rollout.unroll_layers={config.rollout.unroll_layers!r}"):
+    with naming(f"config.rollout.unroll_layers={config.rollout.unroll_layers!r}"):
         worth_it(config.rollout.unroll_layers, backend, config.rollout.max_new_tokens)
-    with _naming(_mesh_key(config, "rollout")):
+    with naming(_mesh_key(config, "rollout")):
         held = held_bytes(config, layouts, weights, batch, attention, dtype)
     phases = phase_bytes(config, arch, layouts, weights, batch, dtype)
-    facts = {
+    facts = model_facts(arch, dtype)
+    meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
+    return Plan(facts, num_devices, meshes, _about(batch), batch, held, phases, program_sizes(config, layouts, batch, attention))
+
+
+def model_facts(arch: Arch, dtype: Any) -> dict[str, Any]:
+    return {
         "family": arch.family, "num_params": arch.num_params(), "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size, "num_heads": arch.num_heads, "num_kv_heads": arch.num_kv_heads,
         "vocab_size": arch.vocab_size, "compute_dtype": dtype.name,
     }  # fmt: skip
-    meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
-    return Plan(facts, num_devices, meshes, batch, held, phases, program_sizes(config, layouts, batch, attention))
+
+
+def _about(b: dict[str, int]) -> list[str]:
+    return [
+        f"step       {b['prompts']} prompts x {b['group_size']} samples = {b['sequences']} sequences of at most"
+        f" {b['prompt_tokens']} + {b['response_tokens']} tokens, at most {b['tokens']:,} tokens",
+        f"rollout    {b['replicas']} replicas x {b['slots']} slots, pools of at most {b['num_pages']} pages of"
+        f" {b['page_size']} tokens",
+        f"updates    {b['epochs']} epochs x {b['minibatches']} minibatches of {b['minibatch_prompts']} prompts"
+        f" ({b['minibatch_sequences']} sequences); {b['updates']} in {b['steps']} steps"
+        + (f", the policy's from step {b['policy_delay_steps']} on" if b["policy_delay_steps"] else ""),
+        f"microbatch {b['shards']} shards x {b['microbatch_tokens']} tokens: {b['microbatch_sequences']} of the"
+        f" longest sequences a shard, at most {b['microbatches']} microbatches a minibatch",
+    ]
 
 
 # Meshes and batches --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _naming(key: str) -> Iterator[None]:
+def naming(key: str) -> Iterator[None]:
     """Says which key of the config an error is about."""
     try:
         yield
@@ -153,7 +169,7 @@ def _mesh_key(config, name: str) -> str:
     return f"config.{name if any(config[name].mesh.to_dict().values()) else 'learner'}.mesh"
 
 
-def _abstract_layout(kind: Any, sizes: Mapping[str, int], num_devices: int) -> Layout:
+def abstract_layout(kind: Any, sizes: Mapping[str, int], num_devices: int) -> Layout:
     shape = resolve_sizes(kind, sizes, num_devices)
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     return Layout(mesh, TRAIN_TABLE if kind == "train" else ROLLOUT_TABLE, kind)  # type: ignore[arg-type]
@@ -164,12 +180,15 @@ def abstract_layouts(config, num_devices: int) -> dict[str, Layout]:
     used = {
         "learner": True, "rollout": True,
         "critic": needs_critic(config.algorithm), "reference": config.algorithm.kl_in != "none",
+        "reward": bool(config.reward.model.path),
     }  # fmt: skip
     layouts: dict[str, Layout] = {}
+    if config.stage != "rl":
+        used = {"learner": True}
     for name in (name for name, wanted in used.items() if wanted):
         sizes, kind = config[name].mesh.to_dict(), "rollout" if name == "rollout" else "train"
-        with _naming(_mesh_key(config, name)):
-            layouts[name] = _abstract_layout(kind, sizes, num_devices) if any(sizes.values()) else layouts["learner"]
+        with naming(_mesh_key(config, name)):
+            layouts[name] = abstract_layout(kind, sizes, num_devices) if any(sizes.values()) else layouts["learner"]
     return layouts
 
 

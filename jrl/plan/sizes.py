@@ -111,6 +111,15 @@ def microbatch_sequences(budget: int, group_size: int, prompt: int, response: in
     return math.prod(microbatch_groups(budget, bucket(prompt, step), group_size, bucket(response, step)))
 
 
+def packed_row_shapes(tokens: int, sequences: int, budget: int, layout: Layout) -> list[tuple[int, ...]]:
+    """Sizes of the microbatches, on one data shard, into which `jrl.packing.pack_rows` splits them, at most `tokens` long."""
+    step = length_step(layout.shards("length"))
+    rows_per_shard = -(-sequences // layout.batch_shards)
+    return sorted(
+        (1, step, min(n, max((budget - step) // t, 1)), t) for t in _buckets(tokens, step) for n in _powers(rows_per_shard)
+    )
+
+
 def learner_shapes(batch: dict[str, int], rows: int, layout: Layout) -> list[tuple[int, ...]]:
     """Sizes of the microbatches, on one data shard, into which `jrl.packing.pack` splits `rows` sequences."""
     group, budget = batch["group_size"], batch["microbatch_tokens"]

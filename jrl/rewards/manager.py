@@ -76,10 +76,10 @@ class RewardResult:
 class RewardManager:
     """Runs the functions side by side, each with the deadline. Failures are counted, and logged once per kind."""
 
-    def __init__(self, functions: Sequence[tuple[str, RewardFn | str, float]], timeout_s: float, section: Any = None):
+    def __init__(self, functions: Sequence[tuple[str, RewardFn | Runner | str, float]], timeout_s: float, section: Any = None):
         """
         Args:
-          functions: (name of the part, function, weight); the function is a Python callable or a string: a name in
+          functions: (name of the part, function, weight); the function is a Python callable, a runner, or a string: a name in
             `REWARDS`, "module:function" or "file.py:function".
           timeout_s: seconds for one call of `score`; starting a worker process is not counted.
           section: the config's section `reward`, for the functions that need settings; by default with its defaults.
@@ -97,11 +97,19 @@ class RewardManager:
         self._logged: set[str] = set()
 
     @classmethod
-    def from_config(cls, section: Any, reward: RewardFn | None = None) -> "RewardManager":
-        """From the config's section `reward`; a Python function takes the place of `functions`."""
+    def from_config(
+        cls, section: Any, reward: RewardFn | None = None, given: Mapping[str, Runner] | None = None
+    ) -> "RewardManager":
+        """From the config's section `reward`; a Python function takes the place of `functions`.
+
+        Args:
+          given: runners for names that stand for nothing in `REWARDS`.
+        """
         if reward is not None:
             return cls([(getattr(reward, "__name__", "reward").strip("<>"), reward, 1.0)], section.timeout_s, section)
-        return cls(parse_functions(section.functions), section.timeout_s, section)
+        runners = given or {}
+        functions = [(name, runners.get(fn, fn), weight) for name, fn, weight in parse_functions(section.functions)]
+        return cls(functions, section.timeout_s, section)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -191,9 +199,9 @@ def parse_functions(text: str) -> list[tuple[str, str, float]]:
     return functions
 
 
-def _check_names(functions: Sequence[tuple[str, RewardFn | str, float]]) -> None:
+def _check_names(functions: Sequence[tuple[str, RewardFn | Runner | str, float]]) -> None:
     """Metrics and samples tell the parts of the reward apart by their names alone."""
-    seen: dict[str, RewardFn | str] = {}
+    seen: dict[str, RewardFn | Runner | str] = {}
     for name, fn, _ in functions:
         if name not in seen:
             seen[name] = fn
@@ -206,9 +214,11 @@ def _check_names(functions: Sequence[tuple[str, RewardFn | str, float]]) -> None
 # Choosing the runner -------------------------------------------------------------------------------------------------
 
 
-def _runner(fn: RewardFn | str, section: Any) -> Runner:
+def _runner(fn: RewardFn | Runner | str, section: Any) -> Runner:
     if isinstance(fn, str):
         return _runner_by_name(fn, section)
+    if not callable(fn) and hasattr(fn, "misfit"):
+        return fn
     if inspect.iscoroutinefunction(fn) or not callable(fn):
         raise UserError(f"reward {fn!r}: must be a plain function (prompts, completions, **columns) -> numbers")
     try:

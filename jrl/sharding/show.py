@@ -20,10 +20,11 @@ from jrl.flags import check_values, read_flags
 from jrl.main import parse as parse_config
 from jrl.models import decoder
 from jrl.models.load import read_arch
-from jrl.plan.plan import abstract_layouts, num_devices, size_text
+from jrl.plan.plan import MODELS, abstract_layouts, num_devices, size_text
 from jrl.rollout.weights import int8_arrays
 from jrl.sharding.layout import Layout, path_name
 from jrl.sharding.mesh import describe
+from jrl.stages import stage_of
 
 ABOUT_ALL = (
     "Shows the meshes of a run and where each parameter lies on them; of the model it reads no more than its config.json."
@@ -68,15 +69,15 @@ def picture(config, devices: int = 0, hosts: int = 1) -> str:
     devices = devices or num_devices(config)
     if devices % hosts:
         raise UserError(f"--hosts={hosts}: {devices} devices cannot be divided evenly among them; give a divisor")
-    arch, models = read_arch(config.model.path), []
+    models: list[tuple[list[str], Layout]] = []
     for name, layout in abstract_layouts(config, devices).items():
-        same = [names for names, other in models if other is layout and "critic" not in (name, *names)]
+        same = [names for names, other in models if other is layout and not {"critic", "reward"} & {name, *names}]
         if same:  # the same parameters on the same mesh
             same[0].append(name)
         else:
             models.append(([name], layout))
     parts = (
-        [*_mesh_lines(" and ".join(names), layout, hosts), "", *_weight_lines(config, arch, names[0], layout)]
+        [*_mesh_lines(" and ".join(names), layout, hosts), "", *_weight_lines(config, names[0], layout)]
         for names, layout in models
     )
     return "\n\n\n".join("\n".join(lines) for lines in parts)
@@ -99,9 +100,9 @@ def _mesh_lines(name: str, layout: Layout, hosts: int) -> Iterator[str]:
         yield f"  ... {len(rows) - MOST_ROWS} more rows, in the same order"
 
 
-def _weight_lines(config, arch: Any, name: str, layout: Layout) -> Iterator[str]:
+def _weight_lines(config, name: str, layout: Layout) -> Iterator[str]:
     """A line for each parameter, and their sums."""
-    shapes, axes, shardings = _weights(config, arch, name, layout)
+    shapes, axes, shardings = _weights(config, name, layout)
     rows: list[tuple[str, ...]] = [("parameter", "dtype", "shape", "logical axes", "split", "of one device", "bytes of it")]
     total = here = 0
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
@@ -118,10 +119,12 @@ def _weight_lines(config, arch: Any, name: str, layout: Layout) -> Iterator[str]
     yield f"  parameters in all {size_text(total)}, on one device {size_text(here)}"
 
 
-def _weights(config, arch: Any, name: str, layout: Layout) -> tuple[Any, list, list]:
+def _weights(config, name: str, layout: Layout) -> tuple[Any, list, list]:
     """Shape and dtype, logical axes, and sharding of each weight, as the model called `name` holds them."""
+    arch = read_arch(config.reward.model.path if name == "reward" else config.model.path)
     dtype, int8 = platform.compute_dtype(config.model.compute_dtype), name == "rollout" and config.rollout.weights == "int8"
-    kind: Any = decoder.Int8Decoder if int8 else decoder.Critic if name == "critic" else decoder.Decoder
+    kind: Any = stage_of(config).model if config.stage != "rl" else MODELS.get(name, decoder.Decoder)
+    kind = decoder.Int8Decoder if int8 else kind
     shapes = decoder.abstract_params(arch, kind)
     axes = decoder.param_axes(arch, kind)
     if int8:

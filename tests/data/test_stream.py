@@ -61,5 +61,5 @@ def test_a_state_of_other_data_or_seed_is_refused():
 
 
 def test_fewer_prompts_than_a_step_takes():
-    with pytest.raises(UserError, match="rollout.prompts_per_step=4: there are 3 training prompts"):
+    with pytest.raises(UserError, match="rollout.prompts_per_step=4: there are 3 training examples"):
         PromptStream(prompts(3), 4, seed=0)

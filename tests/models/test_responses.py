@@ -31,8 +31,9 @@ def test_entropy_keeps_its_digits_where_the_policy_is_sure(gap):
     tokens = rng.integers(0, ARCH.vocab_size, (1, 2, 5)).astype(np.int32)
     # A head that is the identity: hidden states are the logits.
     params = {"lm_head": {"kernel": np.eye(ARCH.vocab_size, dtype=np.float32)}}
-    logp, entropy = token_logprobs(ARCH, params, logits, tokens, 1.0, 4, lambda x, axes: x)
+    logp, entropy, likeliest = token_logprobs(ARCH, params, logits, tokens, 1.0, 4, lambda x, axes: x)
     expected_logp, expected_entropy = reference(logits, tokens)
+    np.testing.assert_array_equal(likeliest, logits.argmax(-1) == tokens)
     np.testing.assert_allclose(logp, expected_logp, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(entropy, expected_entropy, rtol=1e-5, atol=3e-7)  # the last bits of 1, not those of the logits
 

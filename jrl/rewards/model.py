@@ -1,0 +1,116 @@
+"""A reward model as a reward: `reward_model` in `reward.functions`, its directory in `reward.model.path`.
+
+It may be another family of another tokenizer than the policy, so what it reads is the conversation as text, rendered anew with
+its own chat template; the policy's end of turn is not copied, a response that was cut off is read as if it had ended. Its
+mesh is `reward.mesh`. No deadline holds for it: it works on this run's own devices.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jrl.data.chats import Encoded, Item, Renderer, assemble, scored
+from jrl.data.sources import Message
+from jrl.errors import UserError
+from jrl.learner import Forward, Learner
+from jrl.models import decoder
+from jrl.models.load import OpenModel, open_model
+from jrl.rewards.runners import Columns, Failures, Outcome
+from jrl.shapes import LENGTH_STEP, bucket
+from jrl.sharding.layout import Layout
+
+NAME = "reward_model"  # in reward.functions
+
+
+class Chats:
+    """The messages of prompts by their rendered text, which is what rewards are handed."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, tuple[Message, ...]] = {}
+
+    def add(self, prompts: Sequence[Any]) -> None:
+        """
+        Args:
+          prompts: `jrl.data.Prompt`s.
+        """
+        self._messages |= {prompt.text: prompt.messages for prompt in prompts}
+
+    def of(self, text: str) -> tuple[Message, ...]:
+        """A text that was not added is one message of the user."""
+        return self._messages.get(text, ({"role": "user", "content": text},))
+
+
+class ModelReward:
+    """Scores samples with a reward model, in batches; `load` comes before the first.
+
+    Args:
+      forward: makes the model's forward pass from its architecture and layout.
+      microbatch_tokens: padded tokens of one pass, per data shard.
+
+    Raises:
+      UserError: no reward model is at the path.
+    """
+
+    def __init__(
+        self, path: str, layout: Layout, forward: Callable[[Any, Layout], Forward], microbatch_tokens: int, chats: Chats
+    ):
+        self._found, self._layout, self._chats = open_reward_model(path), layout, chats
+        arch, tokenizer = self._found.arch, self._found.tokenizer
+        self.learner = Learner(NAME, forward(arch, layout), layout, decoder.RewardModel, microbatch_tokens)
+        self._renderer = Renderer.make(tokenizer, self._found.eos_ids, "", bool(getattr(tokenizer, "chat_template", None)))
+        self._params: Any = None
+
+    def load(self) -> None:
+        """Reads the weights."""
+        self._params = self._found.load(self._layout).params
+
+    def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
+        """f32[N]; NaN for a conversation that is longer than the model's positions, or that its template refuses."""
+        del columns, timeout_s
+        rewards, why = np.full(len(completions), np.nan, np.float32), ""
+        groups: dict[str, list[tuple[int, Encoded]]] = {}
+        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            try:
+                groups.setdefault(prompt, []).append((n, self._encode(prompt, completion)))
+            except UserError as error:
+                why = str(error)
+        if groups:
+            order = [n for group in groups.values() for n, _ in group]
+            rewards[order] = self._scores([Item("", tuple(s for _, s in group), {}) for group in groups.values()])
+        failed = int(np.isnan(rewards).sum())
+        return rewards, [Failures("error", failed, why)] if why else []
+
+    def misfit(self, columns: Collection[str]) -> str:
+        return ""
+
+    def _encode(self, prompt: str, completion: str) -> Encoded:
+        chat = (*self._chats.of(prompt), {"role": "assistant", "content": completion})
+        encoded = self._renderer.encode("sample", chat, all_turns=False)
+        count, most = len(encoded.tokens), self._found.arch.max_position - 1
+        if count > most:
+            raise UserError(f"sample: has {count} tokens, the reward model reads at most {most}")
+        return scored(encoded, [count])
+
+    def _scores(self, items: list[Item]) -> np.ndarray:
+        longest = max(len(s.tokens) for item in items for s in item.sequences)
+        sequences = assemble(items, bucket(longest, LENGTH_STEP))
+        return np.sum(self.learner.run("values", self._params, sequences)[0], axis=1, where=sequences.loss_mask)
+
+
+def open_reward_model(path: str) -> OpenModel:
+    """`open_model` of a model that puts out a score.
+
+    Raises:
+      UserError: also for a language model.
+    """
+    try:
+        found = open_model(path)
+    except UserError as error:
+        raise UserError(f"config.reward.{str(error).removeprefix('config.')}") from None
+    if not found.scores:
+        raise UserError(
+            f"config.reward.model.path={path}: is a language model, which has no score; train one on pairs with"
+            " --config.stage=reward_model, or give a sequence classifier of transformers with one label"
+        )
+    return found
