@@ -217,5 +217,9 @@ class Learner:
 
 
 def _accumulate(forward: Forward, loss: Loss, params, gradients, packed: Packed):
-    (_, metrics), new = jax.value_and_grad(lambda p: loss(forward, p, packed), has_aux=True)(params)
-    return jax.tree.map(jnp.add, gradients, new), metrics
+    backward: Any
+    value, backward, metrics = jax.vjp(lambda p: loss(forward, p, packed), params, has_aux=True)
+    # Each weight's gradient is added to the sum as it is made, layer by layer: no second set of gradients ever exists.
+    sums = jax.tree.map(jax.new_ref, gradients)
+    backward.with_refs(sums)(jnp.ones_like(value))
+    return jax.tree.map(jax.freeze, sums), metrics
