@@ -18,6 +18,7 @@ import optax
 from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.responses import by_response, response_hidden, token_logprobs
+from jrl.offload import Optimizer, on_host, update_from_host
 from jrl.packing import Packed, pack, unpack
 from jrl.shapes import ProgramLog
 from jrl.sharding.fsdp import FullySharded
@@ -75,7 +76,7 @@ class Forward:
 Loss = Callable[[Forward, Any, Packed], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-def make_optimizer(section, total_updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make_optimizer(section, total_updates: int) -> tuple[Optimizer, optax.Schedule]:
     """AdamW behind a clip of the global norm, and its schedule, which counts updates rather than steps.
 
     Args:
@@ -92,7 +93,8 @@ def make_optimizer(section, total_updates: int) -> tuple[optax.GradientTransform
     if warmup:
         schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), schedule], [warmup])
     adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, eps=section.eps, weight_decay=section.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw), schedule
+    chain = optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)
+    return Optimizer(chain.init, chain.update, adamw, section.max_grad_norm), schedule
 
 
 class Learner:
@@ -104,15 +106,18 @@ class Learner:
       loss: see `Loss`; None for a model that is only run, as the reference.
       optimizer, schedule: from `make_optimizer`; None likewise.
       microbatch_tokens: padded tokens of one forward pass, per data shard.
+      optimizer_memory: "device" or "host", where the moments are kept.
     """
 
     def __init__(self, name: str, forward: Forward, layout, model: type, microbatch_tokens: int, loss: Loss | None = None,
-                 optimizer: Any = None, schedule: Any = None):  # fmt: skip
+                 optimizer: Any = None, schedule: Any = None, optimizer_memory: str = "device"):  # fmt: skip
         self.forward, self.layout, self.microbatch_tokens = forward, layout, microbatch_tokens
         self.compiled = ProgramLog(name)
         shapes = self._param_shapes = decoder.abstract_params(forward.arch, model)
-        self.param_shardings = layout.tree(decoder.param_axes(forward.arch, model), shapes)
-        self.optimizer, self.schedule = optimizer, schedule
+        axes = decoder.param_axes(forward.arch, model)
+        self.param_shardings = layout.tree(axes, shapes)
+        self._stacked = [names[0] == "layers" for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))]
+        self.optimizer, self.schedule, self.optimizer_memory = optimizer, schedule, optimizer_memory
         self._run = jax.jit(lambda method, params, packed: getattr(forward, method)(params, packed), static_argnums=0)
         if loss is not None:
             self.state_shardings = self._state_shardings(shapes)
@@ -131,9 +136,8 @@ class Learner:
         abstract = jax.eval_shape(self.optimizer.init, shapes)
         scalar = self.layout.sharding(())
         # Adam's moments are laid out as their weights, every counter is replicated.
-        opt = optax.tree_map_params(
-            self.optimizer, lambda _, s: s, abstract, self.param_shardings, transform_non_params=lambda _: scalar
-        )
+        moments = on_host(self.param_shardings) if self.optimizer_memory == "host" else self.param_shardings
+        opt = optax.tree_map_params(self.optimizer, lambda _, s: s, abstract, moments, transform_non_params=lambda _: scalar)
         return TrainState(self.param_shardings, opt, scalar, scalar)
 
     def init_state(self, params) -> TrainState:
@@ -176,7 +180,11 @@ class Learner:
             yield packed, jax.device_put(packed, self.layout.tree(packed.axes, packed))
 
     def run(self, method: str, params, rollout: Rollout) -> list[np.ndarray]:
-        """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each."""
+        """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each.
+
+        Parameters in host memory are brought to the devices for the time of the pass.
+        """
+        params = jax.device_put(params, self.param_shardings)
         outs: list[np.ndarray] = []
         for host, packed in self._microbatches(rollout, {}, np.arange(len(rollout)), method):
             results = jax.device_get(jax.tree.leaves(self._run(method, params, packed)))
@@ -209,8 +217,12 @@ class Learner:
         return jax.block_until_ready(step(state, gradients)), metrics  # so that timers tell the truth
 
     def _apply_gradients(self, state: TrainState, gradients) -> TrainState:
-        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, state.skipped)
+        if self.optimizer_memory == "host":
+            params, opt_state = update_from_host(self.optimizer, gradients, state.opt_state, state.params, self._stacked)
+        else:
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.step + 1, state.skipped)
 
     def _skip(self, state: TrainState, _gradients) -> TrainState:
         return dataclasses.replace(state, skipped=state.skipped + 1)
