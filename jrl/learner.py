@@ -18,11 +18,11 @@ import optax
 from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.responses import by_response, response_hidden, token_logprobs
-from jrl.offload import Optimizer, on_host, update_from_host
 from jrl.packing import Packed, pack, unpack
 from jrl.shapes import ProgramLog
 from jrl.sharding.fsdp import FullySharded
 from jrl.sharding.layout import Layout
+from jrl.sharding.offload import DEVICE, HOST, Optimizer, near, placed, update_from_host
 from jrl.types import Rollout
 
 
@@ -50,6 +50,8 @@ class Forward:
 
     def logprobs(self, params, packed: Packed) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities of the response tokens and entropies, float32[d, N, t] each, 0 after a response's end."""
+        # Of a model in host memory only the layers can wait until they are reached.
+        params = params | near({name: weights for name, weights in params.items() if name != "layers"})
         hidden = self._hidden(params, packed)
         layout = self.layout
         logprobs, entropy = token_logprobs(
@@ -106,16 +108,18 @@ class Learner:
       loss: see `Loss`; None for a model that is only run, as the reference.
       optimizer, schedule: from `make_optimizer`; None likewise.
       microbatch_tokens: padded tokens of one forward pass, per data shard.
-      optimizer_memory: "device" or "host", where the moments are kept.
+      param_memory: `DEVICE`, or for a model that is only run `HOST`; where the parameters are kept.
+      optimizer_memory: `DEVICE` or `HOST`; where Adam's moments are kept.
     """
 
     def __init__(self, name: str, forward: Forward, layout, model: type, microbatch_tokens: int, loss: Loss | None = None,
-                 optimizer: Any = None, schedule: Any = None, optimizer_memory: str = "device"):  # fmt: skip
+                 optimizer: Any = None, schedule: Any = None, param_memory: str = DEVICE,
+                 optimizer_memory: str = DEVICE):  # fmt: skip
         self.forward, self.layout, self.microbatch_tokens = forward, layout, microbatch_tokens
         self.compiled = ProgramLog(name)
         shapes = self._param_shapes = decoder.abstract_params(forward.arch, model)
         axes = decoder.param_axes(forward.arch, model)
-        self.param_shardings = layout.tree(axes, shapes)
+        self.param_shardings = placed(layout.tree(axes, shapes), param_memory)
         self._stacked = [names[0] == "layers" for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))]
         self.optimizer, self.schedule, self.optimizer_memory = optimizer, schedule, optimizer_memory
         self._run = jax.jit(lambda method, params, packed: getattr(forward, method)(params, packed), static_argnums=0)
@@ -136,7 +140,7 @@ class Learner:
         abstract = jax.eval_shape(self.optimizer.init, shapes)
         scalar = self.layout.sharding(())
         # Adam's moments are laid out as their weights, every counter is replicated.
-        moments = on_host(self.param_shardings) if self.optimizer_memory == "host" else self.param_shardings
+        moments = placed(self.param_shardings, self.optimizer_memory)
         opt = optax.tree_map_params(self.optimizer, lambda _, s: s, abstract, moments, transform_non_params=lambda _: scalar)
         return TrainState(self.param_shardings, opt, scalar, scalar)
 
@@ -180,11 +184,7 @@ class Learner:
             yield packed, jax.device_put(packed, self.layout.tree(packed.axes, packed))
 
     def run(self, method: str, params, rollout: Rollout) -> list[np.ndarray]:
-        """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each.
-
-        Parameters in host memory are brought to the devices for the time of the pass.
-        """
-        params = jax.device_put(params, self.param_shardings)
+        """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each."""
         outs: list[np.ndarray] = []
         for host, packed in self._microbatches(rollout, {}, np.arange(len(rollout)), method):
             results = jax.device_get(jax.tree.leaves(self._run(method, params, packed)))
@@ -217,7 +217,7 @@ class Learner:
         return jax.block_until_ready(step(state, gradients)), metrics  # so that timers tell the truth
 
     def _apply_gradients(self, state: TrainState, gradients) -> TrainState:
-        if self.optimizer_memory == "host":
+        if self.optimizer_memory == HOST:
             params, opt_state = update_from_host(self.optimizer, gradients, state.opt_state, state.params, self._stacked)
         else:
             updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)

@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jrl.models.arch import Arch
+from jrl.sharding.offload import near
 
 Params = dict[str, Any]
 # (layer i32[], q [d, t, H, K], k [d, t, J, K], v [d, t, J, K], cache) -> (out [d, t, H, K], cache)
@@ -27,10 +29,17 @@ Split = Any  # `jrl.sharding.fsdp.FullySharded`, or None: every weight lies as i
 
 MASTER_DTYPE = jnp.float32
 QUANTIZED_DTYPE = jnp.int8
+LAYER_INPUT = "layer_input"
+# What a layer keeps for its backward pass; the rest is computed again.
 REMAT_POLICIES = {
-    "none": None,
+    # All but what a placement was asked for: that of a weight is gathered again instead of kept whole.
+    "none": lambda primitive, *_, **__: primitive.name != "sharding_constraint",
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # As full, but what is kept, the layer's input, waits in the host's memory.
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT], offload_src="device", offload_dst="pinned_host"
+    ),
 }
 
 
@@ -172,9 +181,10 @@ class Decoder(nnx.Module):
 
         def one_layer(carry, layer_and_weights):
             layer, weights = layer_and_weights
+            x, weights = checkpoint_name(carry[0], LAYER_INPUT), near(weights)
             if split is not None:  # here, inside of the scan and of what is computed again: one layer is whole at a time
                 weights = jax.tree.map(functools.partial(_whole, split), weights, is_leaf=lambda p: isinstance(p, nnx.Variable))
-            return nnx.merge(block_def, weights)(layer, *carry[:1], rotation, attend, carry[1], constrain), None
+            return nnx.merge(block_def, weights)(layer, x, rotation, attend, carry[1], constrain), None
 
         if one_by_one:
             for layer, weights in enumerate(one_by_one):
@@ -182,7 +192,7 @@ class Decoder(nnx.Module):
                     weights, x = with_input(weights, x)
                 (x, cache), _ = one_layer((x, cache), (jnp.int32(layer), _filled(stacked, weights)))
             return self.final_norm(x), cache
-        if remat != "none":
+        if remat != "none" or split is not None:
             one_layer = jax.checkpoint(one_layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
         (x, cache), _ = jax.lax.scan(one_layer, (x, cache), (jnp.arange(self.arch.num_layers), stacked))
         return self.final_norm(x), cache
@@ -287,7 +297,8 @@ def forward(
 
     Weights are read as they lie; those that lie in a train layout of several devices through `split`.
 
-    `params` may be those of `Decoder` or of `Int8Decoder`; so in `logits`. With `params["layers"]` a tuple
+    `params` may be those of `Decoder` or of `Int8Decoder`; so in `logits`. Those of the layers may lie in host memory: each
+    layer's are brought when it is reached. With `params["layers"]` a tuple
     (`jrl.models.unstack`) the layers are written out instead of scanned, and `remat` is of no effect.
     """
     one_by_one = params["layers"] if isinstance(params["layers"], tuple) else ()

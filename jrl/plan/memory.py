@@ -13,6 +13,7 @@ from jrl.plan.sizes import learner_shapes, prefill_sizes
 from jrl.rollout.backends import Backend
 from jrl.rollout.weights import int8_arrays
 from jrl.sharding.layout import Layout
+from jrl.sharding.offload import DEVICE, HOST
 
 MASTER_BYTES = 4  # parameters, gradients, moments: float32
 ADAM_MOMENTS = 2
@@ -30,21 +31,25 @@ def _count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
     return sum(math.prod(shape) for shape, _ in weights)
 
 
-def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict[str, int]:
+def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict[str, dict[str, int]]:
+    """What is held all the time, by the memory that holds it: the device's own, or its part of the host's."""
     held: dict[str, int] = {}
+    far: dict[str, int] = {}
     for name in ("learner", "critic"):
         if name in weights:
             label = "policy" if name == "learner" else name
             held[f"{label}: parameters, float32"] = _count(weights[name]) * MASTER_BYTES
-            held[f"{label}: Adam's moments, float32"] = _count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
+            moments = far if config[name].optimizer_memory == HOST else held
+            moments[f"{label}: Adam's moments, float32"] = _count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
     if "reference" in weights:
-        held["reference: parameters, float32"] = _count(weights["reference"]) * MASTER_BYTES
+        parameters = far if config.reference.memory == HOST else held
+        parameters["reference: parameters, float32"] = _count(weights["reference"]) * MASTER_BYTES
     rollout = layouts["rollout"]
     pool = backend.pool_arrays(batch["num_pages"], batch["page_size"]).values()
     shards = (math.prod(rollout.sharding(x.axes, x.shape).shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in pool)
     kind = dtype.name if config.rollout.kv == "same" else config.rollout.kv
     held[f"rollout: KV pool, {kind}, at most"] = sum(shards)
-    return held
+    return {DEVICE: held, HOST: far}
 
 
 def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dict[str, int]]:

@@ -27,6 +27,7 @@ from jrl.rollout.backends import choose_backend
 from jrl.shapes import default_slots, length_step
 from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
 from jrl.sharding.mesh import describe, resolve_sizes
+from jrl.sharding.offload import DEVICE, HOST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Plan:
     meshes: dict[str, dict[str, int]]  # model -> axis -> devices
     batch: dict[str, int]
     held_bytes: dict[str, int]  # for the whole run
+    host_bytes: dict[str, int]  # likewise, but in the memory of the device's host
     phase_bytes: dict[str, dict[str, int]]  # phase of a step -> what it needs besides
     programs: dict[str, list[tuple[int, ...]]]  # program -> the sizes it may be compiled for
 
@@ -74,6 +76,8 @@ class Plan:
             *(f"  {name:<40}{size_text(n):>12}" for name, n in self.held_bytes.items()),
             f"  {'held all the time':<40}{size_text(sum(self.held_bytes.values())):>12}",
         ]
+        for name, n in self.host_bytes.items():
+            lines.append(f"  {name:<40}{size_text(n):>12}  in its host's memory")
         for phase, parts in self.phase_bytes.items():
             lines.append(f"  {'while ' + phase:<40}{'+ ' + size_text(sum(parts.values())):>12}")
             lines += [f"    {name:<38}{size_text(n):>12}" for name, n in parts.items()]
@@ -133,7 +137,8 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
         "vocab_size": arch.vocab_size, "compute_dtype": dtype.name,
     }  # fmt: skip
     meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
-    return Plan(facts, num_devices, meshes, batch, held, phases, program_sizes(config, layouts, batch, attention))
+    programs = program_sizes(config, layouts, batch, attention)
+    return Plan(facts, num_devices, meshes, batch, held[DEVICE], held[HOST], phases, programs)
 
 
 # Meshes and batches --------------------------------------------------------------------------------------------------

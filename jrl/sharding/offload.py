@@ -1,8 +1,8 @@
-"""What waits in the host's memory: optimizer state between updates, a reference's parameters between its passes.
+"""What waits in the hosts' memory: optimizer state between updates, a reference's parameters between and during its passes.
 
-Both stay on their own devices' hosts, split as ever (memory kind `pinned_host`), so no network is crossed. Moments come to
-the devices layer by layer inside of the update and go back as they are made; a device never holds those of two layers more
-than it must. A reference comes whole, while no gradients are there: it takes the room that these will.
+Both stay on their own devices' hosts, split as ever (memory kind `pinned_host`), so no network is crossed. They come to the
+devices layer by layer, inside of the program that uses them, and moments go back as they are made: a device holds those of
+few layers at a time. Embedding and head come as a whole, each split like its weight.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import optax
 from jrl.errors import UserError
 from jrl.sharding.layout import Layout
 
-HOST = "pinned_host"
+DEVICE, HOST = "device", "pinned_host"  # memory kinds of JAX, and values of the config
 
 
 class Optimizer(NamedTuple):
@@ -26,17 +26,34 @@ class Optimizer(NamedTuple):
     max_grad_norm: float
 
 
-def check_host_memory(key: str, layout: Layout) -> None:
-    """Raises UserError where a device of the layout has no host memory that it can reach by itself."""
+def check_host_memory(key: str, layout: Layout, other: str = DEVICE) -> None:
+    """For a key that asks for memory of the hosts.
+
+    Args:
+      key: of the config, with its value: "learner.optimizer_memory=pinned_host".
+      other: the value that needs none.
+
+    Raises:
+      UserError: a device of the layout has no host memory that it can reach by itself.
+    """
     for device in layout.mesh.devices.flat:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
-            raise UserError(f"config.{key}=host: {device} has no {HOST} memory, only {', '.join(kinds)}; give {key}=device")
+            raise UserError(f"config.{key}: {device} has no {HOST} memory, only {', '.join(kinds)}; give {other}")
 
 
-def on_host(shardings: Any) -> Any:
-    """The same placements in the hosts' memory."""
-    return jax.tree.map(lambda s: s.with_memory_kind(HOST), shardings)
+def placed(shardings: Any, memory: str) -> Any:
+    """The same placements, in the hosts' memory where that is asked for."""
+    return jax.tree.map(lambda s: s.with_memory_kind(HOST), shardings) if memory == HOST else shardings
+
+
+def near(tree: Any) -> Any:
+    """Inside jit: what lies in host memory is brought to the devices, the rest is as it is."""
+    return jax.tree.map(lambda x: x if _is_near(x) else jax.device_put(x, jax.memory.Space.Device), tree)
+
+
+def _is_near(x: jax.Array) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Device
 
 
 def update_from_host(optimizer: Optimizer, gradients: Any, state: Any, params: Any, stacked: list[bool]) -> tuple[Any, Any]:
@@ -57,10 +74,10 @@ def update_from_host(optimizer: Optimizer, gradients: Any, state: Any, params: A
     which = [like_params(part) for part in parts]  # moments, not counters
     norm = optax.global_norm(gradients)
 
-    def some(p: list, g: list, moments: list[list]) -> tuple[list, list, list]:
+    def some(p: list, g: list, moments: list[list]) -> tuple[list, list[list], list]:
         """The update of some parameters; `moments` are lists like `p`. New parameters, moments and counters."""
-        near = iter(jax.device_put(moments, jax.memory.Space.Device))
-        before = outline.unflatten([next(near) if moment else part for moment, part in zip(which, parts, strict=True)])
+        brought = iter(near(moments))
+        before = outline.unflatten([next(brought) if moment else part for moment, part in zip(which, parts, strict=True)])
         g = [jnp.where(norm < optimizer.max_grad_norm, x, x / norm * optimizer.max_grad_norm) for x in g]
         updates, after = inner.update(g, before, p)
         new = outline.flatten_up_to(after)
@@ -74,16 +91,15 @@ def update_from_host(optimizer: Optimizer, gradients: Any, state: Any, params: A
         kinds = [of(part, layers) for part, moment in zip(parts, which, strict=True) if moment]
         return of(params, layers), of(gradients, layers), kinds
 
+    def one_layer(i: jax.Array, held: tuple[list, list[list]]) -> tuple[list, list[list]]:
+        """All is changed where it lies; as outputs of a scan there would be two of everything."""
+        layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), (held[0], layer_g, held[1]))
+        new_p, far, _ = some(*layer)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), held, (new_p, far))
+
     flat_p, flat_m, counters = some(*arguments(False))
     layer_p, layer_g, layer_m = arguments(True)
-
-    def one_layer(p: list, layer: tuple) -> tuple[list, list]:
-        """Parameters are changed where they lie; as outputs of the scan there would be two sets of them."""
-        i, g, moments = layer
-        new_p, far, _ = some([x[i] for x in p], g, moments)
-        return [x.at[i].set(y) for x, y in zip(p, new_p, strict=True)], far
-
-    layer_p, layer_m = jax.lax.scan(one_layer, layer_p, (jnp.arange(len(layer_g[0])), layer_g, layer_m))
+    layer_p, layer_m = jax.lax.fori_loop(0, len(layer_g[0]), one_layer, (layer_p, layer_m))
 
     def merged(flat: list, layered: list) -> Any:
         flat_ones, layered_ones = iter(flat), iter(layered)
