@@ -28,7 +28,7 @@ HOST_RATE = 12e9  # bytes per second and direction between a device and its host
 TPU_LANES = 128
 COMPUTE_BYTES = 2  # bfloat16
 GRADIENT_BYTES = 4  # float32
-PASSES = {"none": 3, "dots": 3, "full": 4}  # of a forward pass's products, in forward, backward and computing again
+PASSES = {"none": 3, "dots": 3, "full": 4, "offload": 4}  # of a forward pass's products, in forward, backward and computing again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +177,10 @@ def _learner_pass(plan: Plan, arch: Arch, config, chip: Chip, model: str, learns
     gathered = keys * _kv_bytes(arch) / min(t, arch.num_kv_heads) * tokens * (c - 1)
     collectives.append((c, t, gathered, keys * arch.num_layers * microbatches))
     read = gathers * held * COMPUTE_BYTES * microbatches
-    far = plan.host_bytes.get(f"{model}: parameters, float32", 0)
-    return _with_host(_phase(chip, flops, read, collectives), far * microbatches)
+    far: float = plan.host_bytes.get(f"{model}: parameters, float32", 0) * microbatches
+    if learns and config.learner.remat == "offload":  # layers' inputs: out in the forward pass, back in the backward pass
+        far += 2 * arch.num_layers * tokens * arch.hidden_size * COMPUTE_BYTES
+    return _with_host(_phase(chip, flops, read, collectives), far)
 
 
 def _apply(plan: Plan, model: str, chip: Chip) -> Phase:

@@ -69,9 +69,7 @@ def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str,
             sums = _count(weights[name]) * MASTER_BYTES
             phases[f"updating the {'policy' if name == 'learner' else name}"] = {
                 "gradients, sum of microbatches": sums,
-                "a microbatch at work, estimate": _update_work(
-                    config, arch, layouts[name], batch, dtype, sums, name == "learner"
-                ),
+                "a microbatch at work, estimate": _update_work(config, arch, layouts[name], batch, dtype, name == "learner"),
             }
     return phases
 
@@ -127,8 +125,9 @@ def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
     return max(work, default=0)
 
 
-def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: int, has_head: bool) -> int:
-    """Forward and backward of one microbatch, with its gradients; scores and logits are computed again, so they exist in part.
+def _update_work(config, arch: Arch, layout: Layout, batch, dtype, has_head: bool) -> int:
+    """Forward and backward of one microbatch, whose gradients go into the sum as they are made. Scores and logits are computed
+    again, so they exist in part.
 
     Two moments can need the most: the head's backward pass, which has one gradient of the whole head on each device but none
     of the layers yet, and the first layer's, when there are those of all layers. Counts of arrays that live side by side are
@@ -149,6 +148,7 @@ def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: in
     layer = 3 * _layer_work(arch, tokens, tensor, dtype) // 2 + scores
     kept = {
         "full": arch.hidden_size,
+        "offload": 0,  # it waits in the host's memory
         "dots": _matmul_outputs(arch, tensor),  # the layer's input in place of its output
         "none": 12 * arch.hidden_size
         + (6 * arch.intermediate_size + 3 * arch.num_heads * arch.head_dim) // tensor
@@ -160,11 +160,9 @@ def _update_work(config, arch: Arch, layout: Layout, batch, dtype, gradients: in
     layer_params = (arch.num_params() - arch.vocab_size * arch.hidden_size * (1 if arch.tie_embeddings else 2)) // arch.num_layers
     always = arch.num_layers * tokens * kept * size  # for the backward pass
     always += arch.num_layers * layer_params // tensor // split * size * cast  # weights' shards, cast
-    if c.remat == "none" and cast:  # and whole ones, kept, as gathered and as multiplied with
-        always += arch.num_layers * layer_params // tensor * size * (1 + (split > 1))
     head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * MASTER_BYTES * 2  # logits and their gradient
     head += table // split * (size * cast + MASTER_BYTES) + tokens * arch.hidden_size * (size + 2 * MASTER_BYTES)  # embedding
     head += table * (MASTER_BYTES + 2 * size * (split > 1))  # the head's gradient; the head gathered, the gradient cast
     gathered = 2 * layer_params // tensor * size * (split > 1)  # a layer's weights and their gradients
     keys = (context - 1) * tokens * _kv_size(arch, tensor) * size
-    return always + max(gradients + gathered + layer + 2 * keys, head * has_head)
+    return always + max(gathered + layer + 2 * keys, head * has_head)
