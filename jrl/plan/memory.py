@@ -129,9 +129,8 @@ def _update_work(config, arch: Arch, layout: Layout, batch, dtype, has_head: boo
     """Forward and backward of one microbatch, whose gradients go into the sum as they are made. Scores and logits are computed
     again, so they exist in part.
 
-    Two moments can need the most: the head's backward pass, which has one gradient of the whole head on each device but none
-    of the layers yet, and the first layer's, when there are those of all layers. Counts of arrays that live side by side are
-    those of programs compiled for TPUs.
+    Two moments can need the most: the head's backward pass, which has one gradient of the whole head on each device, and a
+    layer's. Counts of arrays that live side by side are those of programs compiled for TPUs.
     """
     tensor, context, c = layout.mesh.shape["tensor"], layout.shards("length"), config.learner
     split = layout.shards("embed")
@@ -162,7 +161,7 @@ def _update_work(config, arch: Arch, layout: Layout, batch, dtype, has_head: boo
     always += arch.num_layers * layer_params // tensor // split * size * cast  # weights' shards, cast
     head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * MASTER_BYTES * 2  # logits and their gradient
     head += table // split * (size * cast + MASTER_BYTES) + tokens * arch.hidden_size * (size + 2 * MASTER_BYTES)  # embedding
-    head += table * (MASTER_BYTES + 2 * size * (split > 1))  # the head's gradient; the head gathered, the gradient cast
+    head += table * (MASTER_BYTES + size * (split > 1))  # the head's gradient; the head gathered, or then the gradient cast
     gathered = 2 * layer_params // tensor * size * (split > 1)  # a layer's weights and their gradients
     keys = (context - 1) * tokens * _kv_size(arch, tensor) * size
     return always + max(gathered + layer + 2 * keys, head * has_head)
