@@ -28,6 +28,8 @@ from jrl.rollout.engine import Engine
 from jrl.rollout.weights import weight_publisher
 from jrl.shapes import default_slots
 from jrl.sharding.layout import Layout
+from jrl.sharding.memory_kinds import HOST
+from jrl.sharding.offload import check_host_memory
 from jrl.sharding.reshard import reshard
 
 log = logging.getLogger("jrl")
@@ -113,12 +115,26 @@ def build(config, pieces: Pieces, reward: Callable | None = None, train_data: An
 
 
 def make_layouts(config, devices: Sequence[jax.Device] | None = None) -> dict[str, Layout]:
-    """The meshes, by default over all devices; critic, reference and reward take the learner's where theirs is all 0."""
+    """The meshes, by default over all devices; critic, reference and reward take the learner's where theirs is all 0.
+
+    Raises:
+      UserError: a mesh does not fit the devices, or a model on it is to use memory that they do not have.
+    """
     layouts = {name: make_layout(config, name, devices) for name in ("learner", "rollout")}
     for name in ("critic", "reference", "reward"):
         own = any(config[name].mesh.to_dict().values())
         layouts[name] = make_layout(config, name, devices) if own else layouts["learner"]
+    check_memories(config, layouts)
     return layouts
+
+
+def check_memories(config, layouts: dict[str, Layout]) -> None:
+    """Refuses keys that ask for memory which the devices of these layouts do not have."""
+    for name, key in (("learner", "optimizer_memory"), ("critic", "optimizer_memory"), ("reference", "memory")):
+        if name in layouts and config[name][key] == HOST:
+            check_host_memory(f"{name}.{key}={HOST}", layouts[name])
+    if config.learner.remat == "offload":
+        check_host_memory("learner.remat=offload", layouts["learner"], other="full")
 
 
 def make_layout(config, section: str, devices: Sequence[jax.Device] | None = None) -> Layout:
@@ -150,6 +166,7 @@ def make_policy_learner(config, arch: Arch, layout: Layout, dtype, loss: Callabl
     return Learner(
         "policy", make_forward(config, arch, dtype, layout), layout, decoder.Decoder, config.learner.microbatch_tokens,
         policy_loss(config.algorithm, loss), *make_optimizer(config.learner, updates),
+        optimizer_memory=config.learner.optimizer_memory,
     )  # fmt: skip
 
 
@@ -157,13 +174,16 @@ def make_critic_learner(config, arch: Arch, layout: Layout, dtype) -> Learner:
     return Learner(
         "critic", make_forward(config, arch, dtype, layout), layout, decoder.Critic, config.learner.microbatch_tokens,
         value_loss(config.critic), *make_optimizer(config.critic, config.steps * updates_per_step(config)),
+        optimizer_memory=config.critic.optimizer_memory,
     )  # fmt: skip
 
 
 def make_reference_learner(config, arch: Arch, layout: Layout, dtype) -> Learner:
     """A model that is only run."""
     forward = make_forward(config, arch, dtype, layout)
-    return Learner("reference", forward, layout, decoder.Decoder, config.learner.microbatch_tokens)
+    return Learner(
+        "reference", forward, layout, decoder.Decoder, config.learner.microbatch_tokens, param_memory=config.reference.memory
+    )
 
 
 def make_reward_model(config, layouts: dict[str, Layout], chats: Chats) -> ModelReward:
@@ -177,8 +197,11 @@ def make_reward_model(config, layouts: dict[str, Layout], chats: Chats) -> Model
 
 
 def copy_params(params, shardings):
-    """The same values in arrays of their own, whatever the layout: the policy's are donated to its updates."""
-    return reshard(jax.tree.map(jnp.copy, params), shardings)
+    """The same values in arrays of their own, whatever the layout: the policy's are donated to its updates.
+
+    One after another: where the copies go to host memory there is never a second set on the devices.
+    """
+    return jax.tree.map(lambda x, sharding: jax.block_until_ready(reshard(jnp.copy(x), sharding)), params, shardings)
 
 
 def make_critic(model: LoadedModel, critic: Learner, params) -> Any:

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from jrl.algorithms.presets import ADVANTAGES, FILTERS, PREFERENCE_LOSSES
 from jrl.config_keys import KEYS
+from jrl.sharding.memory_kinds import DEVICE
 
 STAGES = ("sft", "dpo", "reward_model")  # that have a section of their own
 ALONE = "algorithm.name=ppo, remax or reinforce_plus_plus"  # what can learn from one sample a prompt
@@ -123,6 +124,8 @@ def _kl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_controller", "there is no KL to control; give kl_in=loss or reward, or kl_controller=fixed"
     if a.kl_in == "none" and c.reference.refresh_steps:
         yield "reference.refresh_steps", "there is no reference with algorithm.kl_in=none; give kl_in=loss or reward, or 0"
+    if a.kl_in == "none" and c.reference.memory != DEVICE:
+        yield "reference.memory", f"there is no reference with algorithm.kl_in=none; give kl_in=loss or reward, or {DEVICE}"
 
 
 def _rollout_correction_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:

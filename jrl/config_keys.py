@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jrl.algorithms.presets import ADVANTAGES, BASE, FILTERS, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS
+from jrl.sharding.memory_kinds import DEVICE, HOST
 
 OPTIONS = "data.options"  # the only key that holds names of others' choice
 
@@ -75,6 +76,7 @@ MESH_SIZE = Rule("positive, or -1 for the devices that the other axes leave", la
 OWN_MESH_SIZE = Rule("positive, -1 for the devices that the others leave, or 0 in all axes", lambda v: v >= -1)
 FUNCTIONS = Rule('comma separated, each "name" or "name*weight" with a number as the weight', _valid_functions)
 STAGE = one_of("sft", "reward_model", "dpo", "rl")
+MEMORY = one_of(DEVICE, HOST)
 PRECISION = one_of("auto", "float32", "bfloat16")
 SCHEDULE = one_of("constant", "linear", "cosine")
 KL_ESTIMATOR = one_of("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
@@ -95,6 +97,7 @@ def _optimizer(section: str, learning_rate: float) -> tuple[Key, ...]:
         Key(f"{section}.beta2", 0.999, "AdamW's decay of the second moment, per update", BELOW_ONE),
         Key(f"{section}.eps", 1e-8, "AdamW's addition to the denominator", POSITIVE),
         Key(f"{section}.max_grad_norm", 1.0, "global norm to which gradients are clipped", POSITIVE),
+        Key(f"{section}.optimizer_memory", DEVICE, "where Adam's moments wait; pinned_host: in the hosts' memory", MEMORY),
     )
 
 
@@ -234,7 +237,12 @@ _TABLE: tuple[Key, ...] = (
         "padded tokens per data shard and pass; devices along context share them",
         POSITIVE,
     ),
-    Key("learner.remat", "full", "what the backward pass computes again", one_of("none", "full", "dots")),
+    Key(
+        "learner.remat",
+        "full",
+        "what the backward pass computes again; offload: as full, the layers' inputs in the hosts' memory",
+        one_of("none", "full", "dots", "offload"),
+    ),
     Key("learner.logit_chunk", 1024, "tokens per device whose logits exist at once", POSITIVE),
     *_train_mesh("learner", fsdp=-1, rest=1, rule=MESH_SIZE, note=""),
     *_optimizer("critic", 1e-5),
@@ -244,6 +252,7 @@ _TABLE: tuple[Key, ...] = (
     Key(
         "reference.refresh_steps", 0, "steps after which the reference becomes the policy of that moment; 0: never", NOT_NEGATIVE
     ),
+    Key("reference.memory", DEVICE, "where its parameters lie; pinned_host: with the hosts, brought layer by layer", MEMORY),
     *_train_mesh("reference", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
     # Rewards, evaluation, output
     Key("reward.functions", "exact_match", "comma separated NAME, MODULE:FUNCTION or FILE.py:FUNCTION", FUNCTIONS),

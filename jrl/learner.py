@@ -22,6 +22,8 @@ from jrl.packing import Packed, pack, unpack
 from jrl.shapes import ProgramLog
 from jrl.sharding.fsdp import FullySharded
 from jrl.sharding.layout import Layout
+from jrl.sharding.memory_kinds import DEVICE, HOST
+from jrl.sharding.offload import Optimizer, near, placed, update_from_host
 from jrl.types import Sequences
 
 
@@ -53,6 +55,8 @@ class Forward:
 
     def predictions(self, params, packed: Packed) -> tuple[jax.Array, jax.Array, jax.Array]:
         """These, and 1 where the token is the likeliest one, else 0."""
+        # Of a model in host memory only the layers can wait until they are reached.
+        params = params | near({name: weights for name, weights in params.items() if name != "layers"})
         hidden = self._hidden(params, packed)
         layout = self.layout
         logprobs, entropy, likeliest = token_logprobs(
@@ -83,7 +87,7 @@ Packing = Callable[[Sequences, dict[str, np.ndarray], np.ndarray, int, int, int]
 Loss = Callable[[Forward, Any, Packed], tuple[jax.Array, dict[str, jax.Array]]]
 
 
-def make_optimizer(section, total_updates: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make_optimizer(section, total_updates: int) -> tuple[Optimizer, optax.Schedule]:
     """AdamW behind a clip of the global norm, and its schedule, which counts updates rather than steps.
 
     Args:
@@ -100,7 +104,8 @@ def make_optimizer(section, total_updates: int) -> tuple[optax.GradientTransform
     if warmup:
         schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), schedule], [warmup])
     adamw = optax.adamw(schedule, b1=section.beta1, b2=section.beta2, eps=section.eps, weight_decay=section.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw), schedule
+    chain = optax.chain(optax.clip_by_global_norm(section.max_grad_norm), adamw)
+    return Optimizer(chain.init, chain.update, adamw, section.max_grad_norm), schedule
 
 
 class Learner:
@@ -113,15 +118,20 @@ class Learner:
       optimizer, schedule: from `make_optimizer`; None likewise.
       microbatch_tokens: padded tokens of one forward pass, per data shard.
       packing: how sequences become microbatches.
+      param_memory: `DEVICE`, or for a model that is only run `HOST`; where the parameters are kept.
+      optimizer_memory: `DEVICE` or `HOST`; where Adam's moments are kept.
     """
 
     def __init__(self, name: str, forward: Forward, layout, model: Callable, microbatch_tokens: int, loss: Loss | None = None,
-                 optimizer: Any = None, schedule: Any = None, packing: Packing = pack):  # fmt: skip
+                 optimizer: Any = None, schedule: Any = None, packing: Packing = pack, param_memory: str = DEVICE,
+                 optimizer_memory: str = DEVICE):  # fmt: skip
         self.forward, self.layout, self.microbatch_tokens, self.packing = forward, layout, microbatch_tokens, packing
         self.compiled = ProgramLog(name)
         shapes = self._param_shapes = decoder.abstract_params(forward.arch, model)
-        self.param_shardings = layout.tree(decoder.param_axes(forward.arch, model), shapes)
-        self.optimizer, self.schedule = optimizer, schedule
+        axes = decoder.param_axes(forward.arch, model)
+        self.param_shardings = placed(layout.tree(axes, shapes), param_memory)
+        self._stacked = [names[0] == "layers" for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))]
+        self.optimizer, self.schedule, self.optimizer_memory = optimizer, schedule, optimizer_memory
         self._run = jax.jit(lambda method, params, packed: getattr(forward, method)(params, packed), static_argnums=0)
         if loss is not None:
             self.state_shardings = self._state_shardings(shapes)
@@ -141,9 +151,8 @@ class Learner:
         abstract = jax.eval_shape(self.optimizer.init, shapes)
         scalar = self.layout.sharding(())
         # Adam's moments are laid out as their weights, every counter is replicated.
-        opt = optax.tree_map_params(
-            self.optimizer, lambda _, s: s, abstract, self.param_shardings, transform_non_params=lambda _: scalar
-        )
+        moments = placed(self.param_shardings, self.optimizer_memory)
+        opt = optax.tree_map_params(self.optimizer, lambda _, s: s, abstract, moments, transform_non_params=lambda _: scalar)
         return TrainState(self.param_shardings, opt, scalar, scalar)
 
     def init_state(self, params) -> TrainState:
@@ -230,13 +239,21 @@ class Learner:
         return jax.block_until_ready(step(state, gradients)), metrics  # so that timers tell the truth
 
     def _apply_gradients(self, state: TrainState, gradients) -> TrainState:
-        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1, state.skipped)
+        if self.optimizer_memory == HOST:
+            params, opt_state = update_from_host(self.optimizer, gradients, state.opt_state, state.params, self._stacked)
+        else:
+            updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.step + 1, state.skipped)
 
     def _skip(self, state: TrainState, _gradients) -> TrainState:
         return dataclasses.replace(state, skipped=state.skipped + 1)
 
 
 def _accumulate(forward: Forward, loss: Loss, params, gradients, packed: Packed):
-    (_, metrics), new = jax.value_and_grad(lambda p: loss(forward, p, packed), has_aux=True)(params)
-    return jax.tree.map(jnp.add, gradients, new), metrics
+    backward: Any
+    value, backward, metrics = jax.vjp(lambda p: loss(forward, p, packed), params, has_aux=True)
+    # Each weight's gradient is added to the sum as it is made, layer by layer: no second set of gradients ever exists.
+    sums = jax.tree.map(jax.new_ref, gradients)
+    backward.with_refs(sums)(jnp.ones_like(value))
+    return jax.tree.map(jax.freeze, sums), metrics

@@ -16,7 +16,7 @@ import numpy as np
 from jrl import config as config_lib
 from jrl import platform
 from jrl.algorithms.preference import mismatch_kl
-from jrl.build import make_layout
+from jrl.build import check_memories, make_layout
 from jrl.data import PromptStream
 from jrl.data.chats import Item, Renderer, assemble, fitting
 from jrl.data.records import Columns, load_records
@@ -197,6 +197,7 @@ class SupervisedRun(Run):
 def build(config, stage: Stage, train_data: Any = None, eval_data: Any = None) -> Parts:
     """Everything the trainer needs; errors in the data or the mesh come before any weight is loaded."""
     layout = make_layout(config, "learner")
+    check_memories(config, {"learner": layout})
     found = open_model(config.model.path)
     plan = make_stage_plan(config, found.arch, len(jax.devices()))  # for its errors, before any row is read
     refuse_what_cannot_fit(plan, found.arch, jax.devices())
@@ -239,5 +240,5 @@ def make_learner(config, stage: Stage, arch: Arch, layout: Layout) -> Learner:
     forward = Forward(arch, layout, dtype, c.remat, 1.0, c.logit_chunk)
     return Learner(
         "policy", forward, layout, stage.model, c.microbatch_tokens, stage.loss, *make_optimizer(c, config.steps),
-        packing=stage.packing,
+        packing=stage.packing, optimizer_memory=c.optimizer_memory,
     )  # fmt: skip

@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jrl.models.arch import Arch
+from jrl.sharding.offload import near
 
 Params = dict[str, Any]
 # (layer i32[], q [d, t, H, K], k [d, t, J, K], v [d, t, J, K], cache) -> (out [d, t, H, K], cache)
@@ -27,10 +29,15 @@ Split = Any  # `jrl.sharding.fsdp.FullySharded`, or None: every weight lies as i
 
 MASTER_DTYPE = jnp.float32
 QUANTIZED_DTYPE = jnp.int8
+LAYER_INPUT = "layer_input"
+# What a layer keeps for its backward pass, "none" apart, which keeps all; the rest is computed again.
 REMAT_POLICIES = {
-    "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # As full, but what is kept, the layer's input, waits in the host's memory.
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT], offload_src="device", offload_dst="pinned_host"
+    ),
 }
 
 
@@ -75,8 +82,13 @@ class Linear(nnx.Module):
         self.scale = weight((*stack, sizes[1]), (*layers, axes[1]), nnx.initializers.ones, rngs) if int8 else None
         self.bias = weight((*stack, sizes[1]), (*layers, axes[1]), nnx.initializers.zeros, rngs) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = flat_matmul(x, self.kernel[...].astype(x.dtype))
+    def __call__(self, x: jax.Array, split: Split = None) -> jax.Array:
+        """With `split`, W lies split and is gathered for this product alone, and once more for its gradient."""
+        if split is None:
+            y = flat_matmul(x, self.kernel[...].astype(x.dtype))
+        else:
+            axes = self.kernel.get_metadata("axes")[-2:]
+            y = jax.checkpoint(lambda x, w: flat_matmul(x, split.whole(w, axes)), prevent_cse=False)(x, self.kernel[...])
         if self.scale is not None:
             y = (y * self.scale[...]).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
@@ -114,11 +126,11 @@ class Block(nnx.Module):
         self.up = linear((a.hidden_size, a.intermediate_size), ("embed", "mlp"), a.mlp_bias)
         self.down = linear((a.intermediate_size, a.hidden_size), ("mlp", "embed"), a.mlp_bias)
 
-    def __call__(self, layer, x, rotation, attend: Attend, cache, constrain: Constrain):
+    def __call__(self, layer, x, rotation, attend: Attend, cache, constrain: Constrain, split: Split):
         a, (d, t, _) = self.arch, x.shape
         y = self.attn_norm(x)
         # Else the rotation would choose how the products lie, and with them the weights: TPUs would copy those of all layers.
-        q, k, v = jax.lax.optimization_barrier((self.q(y), self.k(y), self.v(y)))
+        q, k, v = jax.lax.optimization_barrier((self.q(y, split), self.k(y, split), self.v(y, split)))
         q = q.reshape(d, t, a.num_heads, a.head_dim)  # [d, t, H, K]
         k = k.reshape(d, t, a.num_kv_heads, a.head_dim)  # [d, t, J, K]
         v = v.reshape(d, t, a.num_kv_heads, a.head_dim)
@@ -128,11 +140,11 @@ class Block(nnx.Module):
         k = constrain(rotate(k, *rotation), ("batch", "length", "act_kv_heads", None))
         v = constrain(v, ("batch", "length", "act_kv_heads", None))
         out, cache = attend(layer, q, k, v, cache)
-        x = x + self.o(out.reshape(d, t, -1))
+        x = x + self.o(out.reshape(d, t, -1), split)
         x = constrain(x, ("batch", "length", "act_embed"))
         y = self.mlp_norm(x)
-        y = constrain(jax.nn.silu(self.gate(y)) * self.up(y), ("batch", "length", "act_mlp"))
-        x = constrain(x + self.down(y), ("batch", "length", "act_embed"))
+        y = constrain(jax.nn.silu(self.gate(y, split)) * self.up(y, split), ("batch", "length", "act_mlp"))
+        x = constrain(x + self.down(y, split), ("batch", "length", "act_embed"))
         return x, cache
 
 
@@ -170,11 +182,16 @@ class Decoder(nnx.Module):
         rotation = rotation_tables(self.arch, positions, dtype)
         block_def, stacked = nnx.split(self.layers)
 
+        # Where nothing is computed again, gathered matrices would be kept of all layers: one matrix is whole at a time.
+        one_matrix = split if remat == "none" else None
+        gather = functools.partial(_whole, split, but_matrices=one_matrix is not None)
+
         def one_layer(carry, layer_and_weights):
             layer, weights = layer_and_weights
+            x, weights = checkpoint_name(carry[0], LAYER_INPUT), near(weights)
             if split is not None:  # here, inside of the scan and of what is computed again: one layer is whole at a time
-                weights = jax.tree.map(functools.partial(_whole, split), weights, is_leaf=lambda p: isinstance(p, nnx.Variable))
-            return nnx.merge(block_def, weights)(layer, *carry[:1], rotation, attend, carry[1], constrain), None
+                weights = jax.tree.map(gather, weights, is_leaf=lambda p: isinstance(p, nnx.Variable))
+            return nnx.merge(block_def, weights)(layer, x, rotation, attend, carry[1], constrain, one_matrix), None
 
         if one_by_one:
             for layer, weights in enumerate(one_by_one):
@@ -290,7 +307,8 @@ def forward(
 
     Weights are read as they lie; those that lie in a train layout of several devices through `split`.
 
-    `params` may be those of `Decoder` or of `Int8Decoder`; so in `logits`. With `params["layers"]` a tuple
+    `params` may be those of `Decoder` or of `Int8Decoder`; so in `logits`. Those of the layers may lie in host memory: each
+    layer's are brought when it is reached. With `params["layers"]` a tuple
     (`jrl.models.unstack`) the layers are written out instead of scanned, and `remat` is of no effect.
     """
     one_by_one = params["layers"] if isinstance(params["layers"], tuple) else ()
@@ -301,7 +319,9 @@ def forward(
     )
 
 
-def _whole(split, param: nnx.Variable) -> nnx.Variable:
+def _whole(split, param: nnx.Variable, but_matrices: bool) -> nnx.Variable:
+    if but_matrices and param[...].ndim == 2:
+        return param
     return param.replace(split.whole(param[...], param.get_metadata("axes")[1:]))
 
 

@@ -54,15 +54,17 @@ def refuse_what_cannot_fit(plan: Plan, arch: Arch, devices: list[jax.Device]) ->
         return
     exact = {p: sum(n for name, n in parts.items() if ESTIMATE not in name) for p, parts in plan.phase_bytes.items()}
     phase, most = max(exact.items(), key=lambda item: item[1])
-    needed = sum(plan.held_bytes.values()) + most
+    far = sum(plan.host_bytes.values()) if devices[0].platform == "cpu" else 0  # there it is the same memory
+    needed = sum(plan.held_bytes.values()) + far + most
     if needed > memory:
         raise UserError(
             f"config.model.path: {arch.num_params() / 1e6:,.0f} M parameters need {size_text(needed)} on each device while"
             f" {phase}, before activations, and it has {size_text(memory)}; take more devices, split over more of them"
             " (learner.mesh.fsdp, rollout.mesh.tensor), or lower rollout.slots; --dry_run shows the bytes"
         )
-    if plan.peak_bytes > memory:
-        log.warning("memory: about %s may be needed on each device, which has %s", size_text(plan.peak_bytes), size_text(memory))
+    if plan.peak_bytes + far > memory:
+        text = size_text(plan.peak_bytes + far)
+        log.warning("memory: about %s may be needed on each device, which has %s", text, size_text(memory))
 
 
 def _host_bytes() -> int:

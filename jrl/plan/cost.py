@@ -23,11 +23,12 @@ READ_SHARE = 0.75  # of peak memory bandwidth
 LINK_SHARE = 0.8  # of peak link bandwidth
 COLLECTIVE_SECONDS = 2e-6  # to begin a collective
 HOP_SECONDS = 1e-6  # for each link on its way
+HOST_RATE = 12e9  # bytes per second and direction between a device and its host: 16 lanes of PCIe 3.0, less what it costs
 
 TPU_LANES = 128
 COMPUTE_BYTES = 2  # bfloat16
 GRADIENT_BYTES = 4  # float32
-PASSES = {"none": 3, "dots": 3, "full": 4}  # of a forward pass's products, in forward, backward and computing again
+PASSES = {"none": 3, "dots": 3, "full": 4, "offload": 4}  # of a forward pass's products, in forward, backward and computing again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,13 +177,21 @@ def _learner_pass(plan: Plan, arch: Arch, config, chip: Chip, model: str, learns
     gathered = keys * _kv_bytes(arch) / min(t, arch.num_kv_heads) * tokens * (c - 1)
     collectives.append((c, t, gathered, keys * arch.num_layers * microbatches))
     read = gathers * held * COMPUTE_BYTES * microbatches
-    return _phase(chip, flops, read, collectives)
+    far: float = plan.host_bytes.get(f"{model}: parameters, float32", 0) * microbatches
+    if learns and config.learner.remat == "offload":  # layers' inputs: out in the forward pass, back in the backward pass
+        far += 2 * arch.num_layers * tokens * arch.hidden_size * COMPUTE_BYTES
+    return _with_host(_phase(chip, flops, read, collectives), far)
 
 
 def _apply(plan: Plan, model: str, chip: Chip) -> Phase:
     """The optimizer reads gradients, weights and moments, and writes all but the first."""
     params = plan.held_bytes[f"{model}: parameters, float32"]
-    return _phase(chip, 0, 7 * params, [])
+    return _with_host(_phase(chip, 0, 7 * params, []), plan.host_bytes.get(f"{model}: Adam's moments, float32", 0))
+
+
+def _with_host(phase: Phase, moved: float) -> Phase:
+    """With so many bytes brought from the host meanwhile; perhaps as many go back, which takes no time of its own."""
+    return dataclasses.replace(phase, link_seconds=phase.link_seconds + moved / HOST_RATE)
 
 
 # Rollout -------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from jrl.plan.sizes import learner_shapes, prefill_sizes
 from jrl.rollout.backends import Backend
 from jrl.rollout.weights import int8_arrays
 from jrl.sharding.layout import Layout
+from jrl.sharding.memory_kinds import DEVICE, HOST
 
 MASTER_BYTES = 4  # parameters, gradients, moments: float32
 ADAM_MOMENTS = 2
@@ -29,15 +30,19 @@ def count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
     return sum(math.prod(shape) for shape, _ in weights)
 
 
-def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict[str, int]:
+def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict[str, dict[str, int]]:
+    """What is held all the time, by the memory that holds it: the device's own, or its part of the host's."""
     held: dict[str, int] = {}
+    far: dict[str, int] = {}
     for name in ("learner", "critic"):
         if name in weights:
             label = "policy" if name == "learner" else name
             held[f"{label}: parameters, float32"] = count(weights[name]) * MASTER_BYTES
-            held[f"{label}: Adam's moments, float32"] = count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
+            moments = far if config[name].optimizer_memory == HOST else held
+            moments[f"{label}: Adam's moments, float32"] = count(weights[name]) * MASTER_BYTES * ADAM_MOMENTS
     if "reference" in weights:
-        held["reference: parameters, float32"] = count(weights["reference"]) * MASTER_BYTES
+        parameters = far if config.reference.memory == HOST else held
+        parameters["reference: parameters, float32"] = count(weights["reference"]) * MASTER_BYTES
     if "reward" in weights:
         held["reward model: parameters, float32"] = count(weights["reward"]) * MASTER_BYTES
     rollout = layouts["rollout"]
@@ -45,7 +50,7 @@ def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict
     shards = (math.prod(rollout.sharding(x.axes, x.shape).shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in pool)
     kind = dtype.name if config.rollout.kv == "same" else config.rollout.kv
     held[f"rollout: KV pool, {kind}, at most"] = sum(shards)
-    return held
+    return {DEVICE: held, HOST: far}
 
 
 def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dict[str, int]]:
@@ -71,9 +76,8 @@ def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str,
                     layouts[name],
                     learner_shapes(batch, batch["minibatch_sequences"], layouts[name]),
                     dtype,
-                    sums,
                     name == "learner",
-                ),
+                ),  # fmt: skip
             }
     return phases
 
@@ -129,15 +133,15 @@ def _prefill_work(arch: Arch, batch, tensor: int, dtype) -> int:
     return max(work, default=0)
 
 
-def update_work(config, arch: Arch, layout: Layout, sizes, dtype, gradients: int, has_head: bool) -> int:
-    """Forward and backward of one microbatch, with its gradients; scores and logits are computed again, so they exist in part.
+def update_work(config, arch: Arch, layout: Layout, sizes, dtype, has_head: bool) -> int:
+    """Forward and backward of one microbatch, whose gradients go into the sum as they are made. Scores and logits are computed
+    again, so they exist in part.
 
-    Two moments can need the most: the head's backward pass, which has one gradient of the whole head on each device but none
-    of the layers yet, and the first layer's, when there are those of all layers. Counts of arrays that live side by side are
-    those of programs compiled for TPUs.
+    Two moments can need the most: the head's backward pass, which has one gradient of the whole head on each device, and a
+    layer's. Counts of arrays that live side by side are those of programs compiled for TPUs.
 
     Args:
-      sizes: (prompts, prompt tokens, responses, response tokens) of a shard's microbatches.
+      sizes: (prompts, prompt tokens, rows of responses, tokens of a row) of a shard's microbatches.
     """
     tensor, context, c = layout.mesh.shape["tensor"], layout.shards("length"), config.learner
     split = layout.shards("embed")
@@ -153,6 +157,7 @@ def update_work(config, arch: Arch, layout: Layout, sizes, dtype, gradients: int
     layer = 3 * _layer_work(arch, tokens, tensor, dtype) // 2 + scores
     kept = {
         "full": arch.hidden_size,
+        "offload": 0,  # it waits in the host's memory
         "dots": _matmul_outputs(arch, tensor),  # the layer's input in place of its output
         "none": 12 * arch.hidden_size
         + (6 * arch.intermediate_size + 3 * arch.num_heads * arch.head_dim) // tensor
@@ -164,11 +169,9 @@ def update_work(config, arch: Arch, layout: Layout, sizes, dtype, gradients: int
     layer_params = (arch.num_params() - arch.vocab_size * arch.hidden_size * (1 if arch.tie_embeddings else 2)) // arch.num_layers
     always = arch.num_layers * tokens * kept * size  # for the backward pass
     always += arch.num_layers * layer_params // tensor // split * size * cast  # weights' shards, cast
-    if c.remat == "none" and cast:  # and whole ones, kept, as gathered and as multiplied with
-        always += arch.num_layers * layer_params // tensor * size * (1 + (split > 1))
     head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * MASTER_BYTES * 2  # logits and their gradient
     head += table // split * (size * cast + MASTER_BYTES) + tokens * arch.hidden_size * (size + 2 * MASTER_BYTES)  # embedding
-    head += table * (MASTER_BYTES + 2 * size * (split > 1))  # the head's gradient; the head gathered, the gradient cast
+    head += table * (MASTER_BYTES + size * (split > 1))  # the head's gradient; the head gathered, or then the gradient cast
     gathered = 2 * layer_params // tensor * size * (split > 1)  # a layer's weights and their gradients
     keys = (context - 1) * tokens * _kv_size(arch, tensor) * size
-    return always + max(gradients + gathered + layer + 2 * keys, head * has_head)
+    return always + max(gathered + layer + 2 * keys, head * has_head)

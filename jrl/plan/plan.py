@@ -28,6 +28,7 @@ from jrl.plan.sizes import microbatch_sequences, program_sizes, volume
 from jrl.rollout.backends import choose_backend
 from jrl.shapes import default_slots, length_step
 from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
+from jrl.sharding.memory_kinds import DEVICE, HOST
 from jrl.sharding.mesh import describe, resolve_sizes
 
 MODELS = {"critic": decoder.Critic, "reward": decoder.RewardModel}  # that are no language models
@@ -43,6 +44,7 @@ class Plan:
     about: list[str]  # the step, its rollout and its updates, in words
     batch: dict[str, int]
     held_bytes: dict[str, int]  # for the whole run
+    host_bytes: dict[str, int]  # likewise, but in the memory of the device's host
     phase_bytes: dict[str, dict[str, int]]  # phase of a step -> what it needs besides
     programs: dict[str, list[tuple[int, ...]]]  # program -> the sizes it may be compiled for
 
@@ -71,6 +73,8 @@ class Plan:
             *(f"  {name:<40}{size_text(n):>12}" for name, n in self.held_bytes.items()),
             f"  {'held all the time':<40}{size_text(sum(self.held_bytes.values())):>12}",
         ]
+        for name, n in self.host_bytes.items():
+            lines.append(f"  {name:<40}{size_text(n):>12}  in its host's memory")
         for phase, parts in self.phase_bytes.items():
             lines.append(f"  {'while ' + phase:<40}{'+ ' + size_text(sum(parts.values())):>12}")
             lines += [f"    {name:<38}{size_text(n):>12}" for name, n in parts.items()]
@@ -127,7 +131,8 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
     phases = phase_bytes(config, arch, layouts, weights, batch, dtype)
     facts = model_facts(arch, dtype)
     meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
-    return Plan(facts, num_devices, meshes, _about(batch), batch, held, phases, program_sizes(config, layouts, batch, attention))
+    programs = program_sizes(config, layouts, batch, attention)
+    return Plan(facts, num_devices, meshes, _about(batch), batch, held[DEVICE], held[HOST], phases, programs)
 
 
 def model_facts(arch: Arch, dtype: Any) -> dict[str, Any]:

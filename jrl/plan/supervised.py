@@ -12,6 +12,7 @@ from jrl.plan.memory import ADAM_MOMENTS, MASTER_BYTES, count, update_work, weig
 from jrl.plan.plan import Plan, abstract_layout, model_facts, naming
 from jrl.plan.sizes import learner_shapes, packed_row_shapes
 from jrl.sharding.layout import Layout
+from jrl.sharding.memory_kinds import DEVICE, HOST
 from jrl.stages import stage_of
 
 
@@ -32,11 +33,12 @@ def make_stage_plan(config, arch: Arch, num_devices: int, backend: str | None = 
     dtype = platform.compute_dtype(config.model.compute_dtype, backend or jax.default_backend())
     shapes = update_sizes(config, stage, layout)
     bytes_of_weights = count(weights) * MASTER_BYTES
-    held = {"parameters, float32": bytes_of_weights, "Adam's moments, float32": bytes_of_weights * ADAM_MOMENTS}
+    held = {DEVICE: {"parameters, float32": bytes_of_weights}, HOST: {}}
+    held[c.optimizer_memory]["Adam's moments, float32"] = bytes_of_weights * ADAM_MOMENTS
     phases = {
         "updating": {
             "gradients, sum of microbatches": bytes_of_weights,
-            "a microbatch at work, estimate": update_work(config, arch, layout, shapes, dtype, bytes_of_weights, stage.has_head),
+            "a microbatch at work, estimate": update_work(config, arch, layout, shapes, dtype, stage.has_head),
         }
     }
     programs = {"policy.update (prompts, prompt tokens, rows, tokens of a row)": shapes}
@@ -46,7 +48,8 @@ def make_stage_plan(config, arch: Arch, num_devices: int, backend: str | None = 
         f" {d.examples_per_step * stage.group} sequences of at most {d.max_tokens} tokens",
         f"microbatch {layout.batch_shards} shards x {c.microbatch_tokens} tokens",
     ]
-    return Plan(facts, num_devices, {"learner": dict(layout.mesh.shape)}, about, {}, held, phases, programs)
+    meshes = {"learner": dict(layout.mesh.shape)}
+    return Plan(facts, num_devices, meshes, about, {}, held[DEVICE], held[HOST], phases, programs)
 
 
 def update_sizes(config, stage: Any, layout: Layout) -> list[tuple[int, ...]]:

@@ -19,6 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jrl.sharding.layout import device_list, path_name
+from jrl.sharding.memory_kinds import HOST
+from jrl.sharding.offload import near
 
 CHUNK_ELEMENTS = 2**18  # hashed at once on each device: small beside a weight, large beside a loop's overhead
 
@@ -35,13 +37,13 @@ def digest(tree: Any, dtype: Any = None) -> dict[str, int]:
       4 Gi elements, two that lie exactly that far apart may trade places unseen.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    groups: dict[tuple[jax.Device, ...], list[int]] = {}  # a program runs on one list of devices
+    groups: dict[Any, list[int]] = {}  # a program runs on one list of devices; what comes from host memory comes alone
     for i, (_, x) in enumerate(leaves):
-        groups.setdefault(device_list(x.sharding), []).append(i)
+        groups.setdefault((device_list(x.sharding), i if x.sharding.memory_kind == HOST else -1), []).append(i)
     sums = np.zeros(len(leaves), np.uint32)
     for group in groups.values():
         program = _program(tuple(leaves[i][1].sharding for i in group), None if dtype is None else jnp.dtype(dtype))
-        sums[group] = np.asarray(program([leaves[i][1] for i in group]))
+        sums[group] = np.asarray(program([leaves[i][1] for i in group]))  # waits, so one is gone when the next one comes
     return {path_name(path): int(total) for (path, _), total in zip(leaves, sums, strict=True)}
 
 
@@ -50,7 +52,7 @@ def _program(shardings: tuple[Sharding, ...], dtype: Any):
     """Arrays with these shardings -> uint32[number of arrays], one compiled program for them all."""
 
     def run(leaves: list[jax.Array]) -> jax.Array:
-        return jnp.stack([_digest(x, s, dtype) for x, s in zip(leaves, shardings, strict=True)])
+        return jnp.stack([_digest(near(x), s, dtype) for x, s in zip(leaves, shardings, strict=True)])
 
     return jax.jit(run)
 

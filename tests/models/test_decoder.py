@@ -168,7 +168,7 @@ def test_long_attention_is_the_same_in_chunks_and_has_no_more_queries_at_once(t,
     assert max(at_once) == t
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots", "offload"])
 def test_remat_changes_no_gradient(remat):
     arch = dataclasses.replace(Arch.from_hf_config(LlamaConfig(**SMALL, num_attention_heads=4).to_dict()), tie_embeddings=True)
     params = decoder.init_params(arch, 0)

@@ -21,7 +21,7 @@ NORMS = (2 * LAYERS + 1) * HIDDEN
 
 @pytest.fixture(autouse=True)
 def whole_shares(monkeypatch):
-    for name in ("MATMUL_SHARE", "READ_SHARE", "LINK_SHARE"):
+    for name in ("MATMUL_SHARE", "READ_SHARE", "LINK_SHARE", "HOST_RATE"):
         monkeypatch.setattr(cost_lib, name, 1.0)
     for name in ("COLLECTIVE_SECONDS", "HOP_SECONDS", "TPU_LANES"):
         monkeypatch.setattr(cost_lib, name, 0)
@@ -114,6 +114,19 @@ def test_passes_that_an_algorithm_needs_are_there_and_no_others():
     assert set(planned(1, algorithm__minibatches=2)[1]) == base | {"old logprobs"}
     assert set(planned(1, algorithm__kl_in="loss", algorithm__kl_coef=0.1)[1]) == base | {"reference logprobs"}
     assert set(planned(1, algorithm__name="ppo")[1]) == base | {"values", "update the critic"}
+
+
+def test_what_waits_with_the_hosts_is_brought_once_an_update_or_a_microbatch():
+    far = dict(learner__optimizer_memory="pinned_host", reference__memory="pinned_host", learner__remat="offload")
+    kl = dict(algorithm__kl_in="loss", algorithm__kl_coef=0.1)
+    (_, near), (plan, phases) = planned(1, **kl), planned(1, **kl, **far)
+    b, params = plan.batch, plan.held_bytes["policy: parameters, float32"]
+    microbatches = b["microbatches"] * b["minibatches"]
+    inputs = 2 * 2 * ARCH.num_layers * ARCH.hidden_size * b["tokens"]
+    more = {name: phases[name].link_seconds - near[name].link_seconds for name in phases}
+    assert more.pop("update") == pytest.approx(2 * params * b["epochs"] * b["minibatches"] + inputs * b["epochs"])
+    assert more.pop("reference logprobs") == pytest.approx(params * microbatches)
+    assert not any(more.values())
 
 
 def test_bounds_enclose_and_phases_add_up():

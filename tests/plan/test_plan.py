@@ -237,8 +237,8 @@ def test_programs_are_those_of_the_algorithm():
 
 def test_longer_sequences_and_less_remat_need_more():
     arch = small_arch()
-    peak = {remat: make_plan(config(learner__remat=remat), arch, 1).peak_bytes for remat in ("full", "dots", "none")}
-    assert peak["full"] < peak["dots"] < peak["none"]
+    peak = {remat: make_plan(config(learner__remat=remat), arch, 1).peak_bytes for remat in ("offload", "full", "dots", "none")}
+    assert peak["offload"] < peak["full"] < peak["dots"] < peak["none"]
     assert make_plan(config(rollout__max_new_tokens=512), arch, 1).peak_bytes > peak["full"]
 
 
@@ -257,6 +257,18 @@ def test_longer_sequences_and_less_remat_need_more():
 def test_what_does_not_fit_is_refused(overrides, devices, part):
     with pytest.raises(UserError, match=part):
         make_plan(config(**overrides), small_arch(), devices)
+
+
+def test_what_waits_with_the_hosts_is_counted_apart():
+    asked = {"algorithm__name": "ppo", "algorithm__kl_in": "loss", "algorithm__kl_coef": 0.1}
+    far = {"learner__optimizer_memory": "pinned_host", "critic__optimizer_memory": "pinned_host",
+           "reference__memory": "pinned_host"}  # fmt: skip
+    near, waiting = (make_plan(config(**asked, **keys), small_arch(), 8) for keys in ({}, far))
+    moved = {"policy: Adam's moments, float32", "critic: Adam's moments, float32", "reference: parameters, float32"}
+    assert set(waiting.host_bytes) == moved == near.held_bytes.keys() - waiting.held_bytes.keys() and not near.host_bytes
+    assert waiting.held_bytes | waiting.host_bytes == near.held_bytes
+    assert near.peak_bytes - waiting.peak_bytes == sum(waiting.host_bytes.values())
+    assert all(name in waiting.text() for name in moved) and waiting.text().count("in its host's memory") == 3
 
 
 def test_a_large_model_on_many_devices_is_planned_without_them():
