@@ -63,11 +63,14 @@ class Parts:
     first_eval_sample: int = FIRST_EVAL_SAMPLE
 
 
-def build(config, pieces: Pieces, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None) -> Parts:
+def build(
+    config, pieces: Pieces, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None, speaker: int = 0
+) -> Parts:
     """Everything a trainer needs; errors in the data or the meshes come before any weight is loaded.
 
     Args:
       config: with every choice made, see `jrl.config.resolve`.
+      speaker: the agent's number among several, which samples by random numbers of its own.
 
     Raises:
       UserError: naming the key, its value and the remedy.
@@ -78,7 +81,8 @@ def build(config, pieces: Pieces, reward: Callable | None = None, train_data: An
     rewards = RewardManager.from_config(config.reward, reward, {REWARD_MODEL: reward_model} if reward_model else {})
     train, held_out = load_data(config, train_data, eval_data)
     for rows in filter(None, (train, held_out)):  # a column that only one of them has would cost the other its rewards
-        rewards.check_columns({name for row in rows for name in row.columns})
+        told = {"transcript"} if config.agents.turns else set()
+        rewards.check_columns({name for row in rows for name in row.columns} | told)
     dtype = platform.compute_dtype(config.model.compute_dtype)
     found = open_model(config.model.path)
     if found.scores:
@@ -101,7 +105,8 @@ def build(config, pieces: Pieces, reward: Callable | None = None, train_data: An
     if a.kl_in != "none":
         reference = make_reference_learner(config, model.arch, layouts["reference"], dtype)
         reference_params = copy_params(model.params, reference.param_shardings)
-    engine = make_engine(config, model, layouts["rollout"], dtype, prompts + eval_prompts)
+    longest = config.data.max_prompt_tokens if config.agents.turns else max(len(p.tokens) for p in prompts + eval_prompts)
+    engine = make_engine(config, model, layouts["rollout"], dtype, longest, speaker)
     rollout_weights = weight_publisher(model.arch, layouts["learner"], layouts["rollout"], dtype, config.rollout.weights)
     return Parts(
         arch=model.arch, tokenizer=model.tokenizer, dtype=dtype, train_prompts=prompts, eval_prompts=eval_prompts,
@@ -228,13 +233,17 @@ def encode_prompts(config, examples: list, tokenizer) -> list[Prompt]:
     return encode(examples, tokenizer, d.system_prompt, d.max_prompt_tokens, d.on_long, d.use_chat_template)
 
 
-def make_engine(config, model: LoadedModel, layout: Layout, dtype, prompts: list[Prompt]) -> Engine:
+def make_engine(config, model: LoadedModel, layout: Layout, dtype, longest: int, speaker: int) -> Engine:
+    """
+    Args:
+      longest: tokens of the longest prompt.
+    """
     c = config.rollout
     slots = c.slots or default_slots(c.prompts_per_step * c.group_size, layout.batch_shards)
-    longest = max(len(p.tokens) for p in prompts)
     unroll = worth_it(c.unroll_layers, layout.mesh.devices.flat[0].platform, c.max_new_tokens)
     return Engine(
         model.arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=model.eos_ids,
-        page_size=c.page_size, num_pages=c.num_pages, decode_chunk=c.decode_chunk, dtype=dtype, seed=config.seed,
+        page_size=c.page_size, num_pages=c.num_pages, decode_chunk=c.decode_chunk, dtype=dtype,
+        seed=(config.seed + speaker) % 2**32,
         attention=c.attention, kv=c.kv, unroll_layers=unroll, decode_text=model.tokenizer.decode, speculate=c.speculate,
     )  # fmt: skip

@@ -2,11 +2,12 @@
 
 The keys are in `jrl.config_keys`, what does not go together in `jrl.config_conflicts`. A config file's `get_config`
 starts from `default_config()`, which is locked, so a misspelt key is an error there, on the command line and in
-`validate` alike. The one exception is `data.options`, whose names belong to whoever makes the data.
+`validate` alike. The exceptions are `data.options`, whose names belong to whoever makes the data, and `agents.options`.
 """
 
 import ast
 import difflib
+import functools
 import inspect
 import pathlib
 import re
@@ -20,7 +21,7 @@ from ml_collections import ConfigDict
 from jrl.algorithms.pieces import PYTHON, PYTHON_CRITIC, Pieces, choose
 from jrl.algorithms.presets import preset
 from jrl.config_conflicts import conflicts
-from jrl.config_keys import KEYS, OPTIONS, SECTIONS, Key
+from jrl.config_keys import FREE, KEYS, SECTIONS, Key
 from jrl.errors import UserError
 
 PRESET = "preset"  # on the command line: the value that the preset chooses
@@ -38,19 +39,20 @@ def default_config() -> ConfigDict:
             node = node.setdefault(section, {})
         node[leaf] = dict(key.default) if isinstance(key.default, dict) else key.default
     config = ConfigDict(tree).lock()
-    config.data.options.unlock()
+    for name in FREE:
+        functools.reduce(getattr, name.split("."), config).unlock()
     return config
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"rollout.group_size": 8, ...}`; `data.options` stays one value, a dict."""
+    """`{"rollout.group_size": 8, ...}`; `data.options` and `agents.options` stay one value each, a dict."""
 
     def walk(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in node.items():
             if not isinstance(value, ConfigDict):
                 yield prefix + name, value
-            elif prefix + name == OPTIONS:
-                yield OPTIONS, value.to_dict()
+            elif prefix + name in FREE:
+                yield prefix + name, value.to_dict()
             else:
                 yield from walk(value, f"{prefix}{name}.")
 
@@ -76,18 +78,10 @@ def load(path_with_arg: str, overrides: Mapping[str, Any]) -> ConfigDict:
 
 def override(config: ConfigDict, name: str, value: Any) -> None:
     """Sets one key; text is read as the key's type."""
-    if name.startswith(f"{OPTIONS}."):
-        options = config.data.options.to_dict()
-        *parents, leaf = name.removeprefix(f"{OPTIONS}.").split(".")
-        node = options
-        for depth, parent in enumerate(parents, 1):
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                above = ".".join((OPTIONS, *parents[:depth]))
-                raise UserError(f"config.{name}={value!r}: {above} is {node!r} and has no parts; give {above}=VALUE")
-        node[leaf] = _literal(value) if isinstance(value, str) else value
-        config.data.options = options
-        return
+    for free in FREE:
+        if name.startswith(f"{free}."):
+            _override_free(config, free, name, value)
+            return
     if name not in KEYS:
         raise UserError(f"config.{name}={value!r}: {_unknown(name)}")
     value = _typed(KEYS[name], _parse(KEYS[name], value) if isinstance(value, str) else value)
@@ -96,6 +90,21 @@ def override(config: ConfigDict, name: str, value: Any) -> None:
     for section in sections:
         node = node[section]
     node[leaf] = value
+
+
+def _override_free(config: ConfigDict, free: str, name: str, value: Any) -> None:
+    """Sets a value inside of a key that holds names of others' choice."""
+    section, _, key = free.rpartition(".")
+    options = config[section][key].to_dict()
+    *parents, leaf = name.removeprefix(f"{free}.").split(".")
+    node = options
+    for depth, parent in enumerate(parents, 1):
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            above = ".".join((free, *parents[:depth]))
+            raise UserError(f"config.{name}={value!r}: {above} is {node!r} and has no parts; give {above}=VALUE")
+    node[leaf] = _literal(value) if isinstance(value, str) else value
+    config[section][key] = options
 
 
 def parse_arg(arg: str | None, **defaults: Any) -> ConfigDict:

@@ -62,6 +62,7 @@ def _rl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     r, a, d = c.rollout, c.algorithm, c.data
     yield from _algorithm_conflicts(c)
     yield from _reward_conflicts(c)
+    yield from _agent_conflicts(c)
     if r.kv == "int8" and r.attention in ("tpu", "gpu"):
         yield "rollout.kv", f"the {r.attention} kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
     for name in ("weights", "kv"):
@@ -103,6 +104,25 @@ def _reward_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         yield "reward.model.path", "reward.functions names reward_model; give its directory"
     if not named and c.reward.model.path:
         yield "reward.model.path", "nothing asks it; name reward_model in reward.functions, such as last_number, reward_model*0.5"
+
+
+def _agent_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    a, advantage = c.algorithm, ADVANTAGES.get(c.algorithm.advantage)
+    if not c.agents.turns:
+        if c.agents.options:
+            yield "agents.options", "there are no agents; give agents.turns, or {}"
+        return
+    if advantage and not advantage.critic:
+        yield "algorithm.advantage", "several agents learn by critics of their own; give algorithm.name=ppo or vapo"
+    for name, off in (("dynamic_sampling", False), ("resample", "none"), ("replay_steps", 0)):
+        if a[name] != off:
+            yield f"algorithm.{name}", f"an episode has sequences of several agents, which stay together; give {off}"
+    if c.checkpoint.best:
+        yield "checkpoint.best", "several agents are not best at the same step; give False"
+    if c.plan == "auto":
+        yield "plan", "each agent would be given all devices; give as_configured"
+    if c.reward.model.path:
+        yield "reward.model.path", "a reward model does not see who said what; leave it empty and give reward.functions"
 
 
 def _kl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:

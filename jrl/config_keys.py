@@ -11,7 +11,8 @@ from typing import Any
 from jrl.algorithms.presets import ADVANTAGES, BASE, FILTERS, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS
 from jrl.sharding.memory_kinds import DEVICE, HOST
 
-OPTIONS = "data.options"  # the only key that holds names of others' choice
+OPTIONS, AGENT_OPTIONS = "data.options", "agents.options"
+FREE = (OPTIONS, AGENT_OPTIONS)  # keys that hold names of others' choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ DUAL_CLIP = Rule("0 (off) or above 1", lambda v: v == 0 or 1 < v < math.inf)
 MESH_SIZE = Rule("positive, or -1 for the devices that the other axes leave", lambda v: v > 0 or v == -1)
 OWN_MESH_SIZE = Rule("positive, -1 for the devices that the others leave, or 0 in all axes", lambda v: v >= -1)
 FUNCTIONS = Rule('comma separated, each "name" or "name*weight" with a number as the weight', _valid_functions)
+AGENTS = Rule("names, comma separated, each a word", lambda v: not v or all(x.strip().isidentifier() for x in v.split(",")))
 STAGE = one_of("sft", "reward_model", "dpo", "rl")
 MEMORY = one_of(DEVICE, HOST)
 PRECISION = one_of("auto", "float32", "bfloat16")
@@ -229,6 +231,9 @@ _TABLE: tuple[Key, ...] = (
     Key("algorithm.rollout_rs", "none", "no loss where this ratio is out of bounds: of a token, sequence or mean", LEVEL_OR_NONE),
     Key("algorithm.rollout_rs_low", 0.5, "lower bound of that ratio", PART),
     Key("algorithm.rollout_rs_high", 2.0, "upper bound of that ratio", AT_LEAST_ONE),
+    # Several policies in one episode
+    Key("agents.turns", "", "who speaks about a prompt, in this order: names, comma separated; empty: one policy alone", AGENTS),
+    Key(AGENT_OPTIONS, {}, "keys that hold for one of them, --config.agents.options.NAME.KEY=VALUE"),
     # Learner, critic, reference
     *_optimizer("learner", 1e-6),
     Key(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from jrl import config as config_lib
 from jrl.algorithms.presets import BASE, PRESETS, TABLES
 from jrl.config import PRESET
-from jrl.config_keys import GIVEN, KEYS, OPTIONS
+from jrl.config_keys import FREE, GIVEN, KEYS
 from jrl.errors import UserError
 
 FLAGS = ("--config", "--dry_run", "--help")
@@ -63,7 +63,7 @@ def parse(args: Sequence[str]) -> Command:
 
 
 def _is_key(name: str) -> bool:
-    return name in KEYS or name.startswith(f"{OPTIONS}.")
+    return name in KEYS or name.startswith(tuple(f"{free}." for free in FREE))
 
 
 def _off(arg: str, key: str) -> str:
@@ -143,36 +143,45 @@ def run(command: Command) -> None:
     if command.dry_run:
         print(plan_text(config))
         return
-    trainer = _trainer(config.stage)
+    trainer = _trainer(config)
     # On stderr; by force, as a library that came with the trainer has set up the root logger already.
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     logging.getLogger("jrl").setLevel(logging.INFO)
     print(json.dumps(trainer(config).train()), flush=True)
 
 
-def _trainer(stage: str) -> Callable:
-    """The class that trains in a stage."""
-    if stage == "rl":
-        from jrl.trainer import Trainer
+def _trainer(config) -> Callable:
+    """The class that trains as the config says."""
+    if config.stage != "rl":
+        from jrl.supervised import SupervisedTrainer
 
-        return Trainer
-    from jrl.supervised import SupervisedTrainer
+        return SupervisedTrainer
+    if config.agents.turns:
+        from jrl.agents import Agents
 
-    return SupervisedTrainer
+        return Agents
+    from jrl.trainer import Trainer
+
+    return Trainer
 
 
 def plan_text(config) -> str:
     """What a run will do."""
     from jrl import plan  # here, so that help and mistakes do not wait for jax to load
+    from jrl.agent_configs import agent_configs
     from jrl.models.load import read_arch
     from jrl.plan.auto import resolve
     from jrl.plan.supervised import make_stage_plan
 
     if config.stage != "rl":
         return make_stage_plan(config, read_arch(config.model.path), plan.num_devices(config)).text()
-    config_lib.choose_pieces(config)  # for its errors
-    config = resolve(config)
-    return plan.make_plan(config, read_arch(config.model.path), plan.num_devices(config)).text()
+    texts = []
+    for name, own in (agent_configs(config) or {"": config}).items():
+        config_lib.choose_pieces(own)  # for its errors
+        own = resolve(own)
+        text = plan.make_plan(own, read_arch(own.model.path), plan.num_devices(own)).text()
+        texts.append(f"agent      {name}, on the same devices as the others\n{text}" if name else text)
+    return "\n\n".join(texts)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -48,8 +48,8 @@ class RLRun(Run):
         reference = {"reference": self.parts.reference.abstract_params()} if self.config.reference.refresh_steps else {}
         return super().abstract_states() | reference
 
-    def restore(self) -> dict[str, Any]:
-        states, p = super().restore(), self.parts
+    def restore(self, step: int | None = None) -> dict[str, Any]:
+        states, p = super().restore(step), self.parts
         if self.config.reference.refresh_steps:  # it changes, and so is a part of the state
             states.setdefault("reference", p.reference_params)
             p.reference_params = None

@@ -126,11 +126,11 @@ class Run:
 
     # Start and resume ------------------------------------------------------------------------------------------------------
 
-    def restore(self) -> dict[str, Any]:
-        """The training states: of the latest readable checkpoint when resuming, otherwise fresh ones."""
+    def restore(self, step: int | None = None) -> dict[str, Any]:
+        """The training states: of the latest readable checkpoint when resuming, or that of a step, otherwise fresh ones."""
         found = None
         if self.config.resume:
-            found = self.checkpoints.restore(self.abstract_states())
+            found = self.checkpoints.restore(self.abstract_states(), step)
             if found is None:
                 log.warning("nothing to resume in %s: starting from the beginning", self.checkpoints.directory)
         if found is None:
@@ -161,7 +161,7 @@ class Run:
 
     # During ----------------------------------------------------------------------------------------------------------------
 
-    def steps(self, states: dict[str, Any], evaluate: Callable[[], dict[str, float]]) -> Iterator[int]:
+    def steps(self, states: dict[str, Any], evaluate: Callable[[], Any]) -> Iterator[int]:
         """The steps that are left. Between them the run evaluates and saves when that is due, and leaves when it is told to.
 
         Args:

@@ -153,8 +153,8 @@ class SupervisedRun(Run):
     def fresh_states(self) -> dict[str, Any]:
         return {"policy": self.parts.learner.init_state(self.parts.initial_params)}
 
-    def restore(self) -> dict[str, Any]:
-        states = super().restore()
+    def restore(self, step: int | None = None) -> dict[str, Any]:
+        states = super().restore(step)
         self.parts.initial_params = None
         return states
 

@@ -43,6 +43,7 @@ class Trainer:
       reward: a function `fn(prompts, completions, **columns) -> float[N]` in place of `config.reward.functions`.
       advantage, policy_loss, filter: functions in place of those keys of `config.algorithm`, see `jrl.algorithms.pieces`.
       train_data, eval_data: a `datasets.Dataset` or a list of rows in place of `config.data.train` and `.eval`.
+      speaker: the agent's number among several, see `jrl.agents`.
 
     Raises:
       UserError: a config that cannot run, before any device work.
@@ -50,16 +51,18 @@ class Trainer:
 
     def __init__(
         self, config, *, reward: Callable | None = None, advantage: Callable | None = None, policy_loss: Callable | None = None,
-        filter: Callable | None = None, train_data: Any = None, eval_data: Any = None,
+        filter: Callable | None = None, train_data: Any = None, eval_data: Any = None, speaker: int | None = None,
     ):  # fmt: skip
         config = config_lib.with_python_data(config, train_data is not None, eval_data is not None)
         config_lib.validate(config)
         if config.stage != "rl":
             raise UserError(f"config.stage={config.stage!r}: Trainer runs rl; use jrl.SupervisedTrainer, or the command line")
+        if config.agents.turns and speaker is None:
+            raise UserError(f"config.agents.turns={config.agents.turns!r}: Trainer trains one policy; use jrl.agents.Agents")
         pieces = config_lib.choose_pieces(config, advantage=advantage, policy_loss=policy_loss, filter=filter)
         self.config = config = resolve(config_lib.with_preset(config, pieces))
         run_directory(config.run_dir)  # a mistake there should not wait for the model
-        self.parts: Parts = build(config, pieces, reward, train_data, eval_data)
+        self.parts: Parts = build(config, pieces, reward, train_data, eval_data, speaker or 0)
         self.run = RLRun(config, self.parts)
 
     @classmethod
@@ -130,8 +133,14 @@ class Trainer:
         baseline, known = greedy.rewards[rollout.prompt_index], greedy.valid[rollout.prompt_index]
         return dataclasses.replace(batch, greedy_rewards=baseline, valid=batch.valid & known)
 
-    def generate(self, prompts: list[Prompt], samples: int, temperature: float | None = None, first_group: int = 0) -> Rollout:
-        """`samples` responses to each prompt, at the training temperature unless told otherwise; their rewards are on the way."""
+    def generate(
+        self, prompts: list[Prompt], samples: int, temperature: float | None = None, first_group: int = 0, judged: bool = True
+    ) -> Rollout:
+        """`samples` responses to each prompt, at the training temperature unless told otherwise.
+
+        Args:
+          judged: they will be scored as they are, so their rewards may be made while others are generated.
+        """
         c, run = self.config.rollout, self.run
         temperature, ignore_eos = c.temperature if temperature is None else temperature, c.ignore_eos
         requests = [
@@ -142,7 +151,7 @@ class Trainer:
 
         def on_step(finished: list[Completion]) -> None:
             run.check()
-            for x in finished:  # what can be scored by itself need not wait for the last one
+            for x in finished if judged else ():  # what can be scored by itself need not wait for the last one
                 self.parts.rewards.submit(prompts[x.request], self.text(x.tokens), len(x.tokens))
 
         completions = self.parts.engine.generate(requests, on_step=on_step)
@@ -152,7 +161,7 @@ class Trainer:
         """The rewards of a rollout; a sequence whose reward failed is marked, not lost."""
         mine = np.empty(len(rollout), object)
         mine[:] = [prompts[i] for i in rollout.prompt_index]
-        texts = np.array([self.text(tokens) for tokens in rollout.responses()], object)
+        texts = self.texts(rollout)
         at_once = self.config.rollout.prompts_per_step * self.config.rollout.group_size  # as many as the deadline is meant for
         results = [
             self.parts.rewards.score_prompts(*(list(x[i : i + at_once]) for x in (mine, texts, rollout.response_lens)))
@@ -161,6 +170,10 @@ class Trainer:
         join = lambda values: np.concatenate(list(values))  # noqa: E731
         parts = {name: join(r.parts[name] for r in results) for name in results[0].parts}
         return Batch(rollout, mine, texts, join(r.total for r in results), join(r.valid for r in results), parts)
+
+    def texts(self, rollout: Rollout) -> np.ndarray:
+        """object[N], the responses."""
+        return np.array([self.text(tokens) for tokens in rollout.responses()], object)
 
     def text(self, tokens: np.ndarray) -> str:
         return self.parts.tokenizer.decode(tokens, skip_special_tokens=True)
