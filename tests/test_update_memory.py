@@ -98,7 +98,10 @@ def test_what_is_kept_more_takes_more():
 
 @SLOW
 def test_on_a_tpu_layer_inputs_wait_in_host_memory():
-    arch = dataclasses.replace(HEAVY, num_layers=16, head_dim=128, num_heads=2, num_kv_heads=2)
+    # Large enough that layer inputs do not stay in the chip's vector memory.
+    arch = dataclasses.replace(
+        ARCH, vocab_size=2048, hidden_size=512, intermediate_size=1024, num_layers=24, num_heads=4, num_kv_heads=4, head_dim=128
+    )
     layout, sizes = Layout.train({"fsdp": 4}, tpu_devices("v5e:2x2")), (4, 128, 32, 128)
     inputs = arch.num_layers * 36 * 128 * arch.hidden_size * 2
     full, offload = (

@@ -170,8 +170,10 @@ def update_work(config, arch: Arch, layout: Layout, sizes, dtype, has_head: bool
     always = arch.num_layers * tokens * kept * size  # for the backward pass
     always += arch.num_layers * layer_params // tensor // split * size * cast  # weights' shards, cast
     head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * MASTER_BYTES * 2  # logits and their gradient
-    head += table // split * (size * cast + MASTER_BYTES) + tokens * arch.hidden_size * (size + 2 * MASTER_BYTES)  # embedding
-    head += table * (MASTER_BYTES + size * (split > 1))  # the head's gradient; the head gathered, or then the gradient cast
+    own_gradient = split == 1 or not arch.tie_embeddings  # of the embedding; else it is the head's, and goes into the same sum
+    head += table // split * (size * cast + MASTER_BYTES * own_gradient) + tokens * arch.hidden_size * (size + 2 * MASTER_BYTES)
+    # The head's gradient; the head gathered and that gradient cast, which the compiler keeps together at times, at times not.
+    head += table * (MASTER_BYTES + 3 * size // 2 * (split > 1))
     gathered = 2 * layer_params // tensor * size * (split > 1)  # a layer's weights and their gradients
     keys = (context - 1) * tokens * _kv_size(arch, tensor) * size
     return always + max(gathered + layer + 2 * keys, head * has_head)
