@@ -95,6 +95,7 @@ def test_agents_draw_random_numbers_of_their_own(run):
     assert said[0] != said[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one(run, tmp_path):
     folder, agents, *_ = run
     rewards = {"solver": letters, "checker": words_of_others}
