@@ -133,7 +133,7 @@ def test_every_agent_has_a_config_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("agents.options.judge.seed", 3, "agents.options.judge: agents.turns=.* has no such agent"),
+        ("agents.options.judge.seed", 3, "agents.options.judge: agents.turns='solver,checker,solver' has no such agent"),
         (
             "agents.options.solver.learner.learning_rat",
             3,
