@@ -147,7 +147,7 @@ _TABLE: tuple[Key, ...] = (
     Key("data.prompt_suffix", "", "text after each question"),
     Key("data.use_chat_template", True, "render prompts with the tokenizer's chat template"),
     Key("data.max_prompt_tokens", 512, "tokens, chat template included", POSITIVE),
-    Key("data.on_long", "error", "what to do with a longer prompt", one_of("error", "drop")),
+    Key("data.on_long", "error", "what to do with a longer prompt or conversation", one_of("error", "drop")),
     Key("data.examples_per_step", 32, "stages but rl: rows of an update, each a conversation, pair or completion", POSITIVE),
     Key("data.max_tokens", 1024, "stages but rl: tokens of a whole conversation", POSITIVE),
     # Stages
