@@ -1,4 +1,4 @@
-"""The random tiny model learns from pairs, in under a minute on a CPU: `configs/dpo.py`, or `configs/dpo.py:loss=kto`.
+"""Learning from pairs, as it is with the random tiny model in under a minute on a CPU: `configs/dpo.py`, or `:loss=kto`.
 
 The data are made below and written to `runs/data/`: sums, whose wrong results end with another mark, which is what a tiny model
 learns of them. Set `model.path` and `data.train` to a model and pairs of your own: JSONL with `prompt`, `chosen` and `rejected`,
@@ -33,15 +33,18 @@ def get_config(arg=None):
 
 
 def sums(kind):
-    """Right and wrong results of small sums, as pairs or as answers with a label."""
+    """Small sums in a file: right and wrong results as "pairs", one of them as "labelled" answers, right ones as "chats"."""
     file = pathlib.Path(f"runs/data/sums_{kind}.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for a in range(16):
-        for b in range(16):
-            prompt, right, wrong = f"{a} + {b} = ?", f"{a + b}.", f"{a + b + 1 + (a + b) % 3}?"
-            pair = {"prompt": prompt, "chosen": right, "rejected": wrong}
-            label = (a + b) % 2 == 0
-            rows.append(pair if kind == "pairs" else {"prompt": prompt, "completion": right if label else wrong, "label": label})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row(kind, a, b)) + "\n" for a in range(16) for b in range(16)))
     return str(file)
+
+
+def row(kind, a, b):
+    prompt, right, wrong, label = f"{a} + {b} = ?", f"{a + b}.", f"{a + b + 1 + (a + b) % 3}?", (a + b) % 2 == 0
+    if kind == "pairs":
+        return {"prompt": prompt, "chosen": right, "rejected": wrong}
+    if kind == "labelled":
+        return {"prompt": prompt, "completion": right if label else wrong, "label": label}
+    more = [("user", "And one more?"), ("assistant", f"{a + b + 1}.")] if label else []
+    return {"messages": [{"role": r, "content": text} for r, text in [("user", prompt), ("assistant", right), *more]]}

@@ -1,7 +1,11 @@
-"""The random tiny model learns to answer sums by supervised fine-tuning, in under a minute on a CPU.
+"""Supervised fine-tuning, as it is of the random tiny model on conversations about sums, in under a minute on a CPU.
 
-Set `model.path` and `data.train` to a model and conversations of your own: JSONL with `messages`, or with a prompt and an answer.
+The data are made by `configs/dpo.py`. For a model of your own give `model.path`, `data.train` (JSONL with `messages`, or with a
+prompt and an answer), `data.max_tokens` and a learning rate, of which a tiny model wants a large one.
 """
+
+import pathlib
+import runpy
 
 from jrl.config import default_config
 
@@ -12,10 +16,8 @@ def get_config():
     c.steps = 40
     c.run_dir = "runs/sft"
     c.model.path = "random:tiny"
-
-    c.data.train = "reasoning_gym:chain_sum"
-    c.data.options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    c.data.train_size, c.data.eval_size = 64, 16
+    c.data.train = runpy.run_path(str(pathlib.Path(__file__).with_name("dpo.py")))["sums"]("chats")
+    c.data.eval_size = 32
     c.data.examples_per_step = 16
     c.data.max_tokens = 256  # the random model's tokenizer makes one token of each byte
 

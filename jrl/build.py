@@ -22,6 +22,8 @@ from jrl.models.unstack import worth_it
 from jrl.plan import make_plan
 from jrl.plan.auto import refuse_what_cannot_fit
 from jrl.rewards import RewardManager
+from jrl.rewards.judge import NAME as JUDGE
+from jrl.rewards.judge import judge
 from jrl.rewards.model import NAME as REWARD_MODEL
 from jrl.rewards.model import Chats, ModelReward
 from jrl.rollout.engine import Engine
@@ -78,7 +80,10 @@ def build(
     layouts = make_layouts(config)
     chats = Chats()
     reward_model = make_reward_model(config, layouts, chats) if config.reward.model.path else None
-    rewards = RewardManager.from_config(config.reward, reward, {REWARD_MODEL: reward_model} if reward_model else {})
+    runners: dict[str, Any] = {REWARD_MODEL: reward_model} if reward_model else {}
+    if config.reward.judge.url:
+        runners[JUDGE] = judge(config.reward.judge.to_dict(), chats)
+    rewards = RewardManager.from_config(config.reward, reward, runners)
     train, held_out = load_data(config, train_data, eval_data)
     for rows in filter(None, (train, held_out)):  # a column that only one of them has would cost the other its rewards
         told = {"transcript"} if config.agents.turns else set()

@@ -99,11 +99,17 @@ def _algorithm_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
 
 
 def _reward_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
-    named = "reward_model" in (item.partition("*")[0].strip() for item in c.reward.functions.split(","))
-    if named and not c.reward.model.path:
-        yield "reward.model.path", "reward.functions names reward_model; give its directory"
-    if not named and c.reward.model.path:
-        yield "reward.model.path", "nothing asks it; name reward_model in reward.functions, such as last_number, reward_model*0.5"
+    named = [item.partition("*")[0].strip() for item in c.reward.functions.split(",")]
+    for name, key, value, what in (
+        ("reward_model", "reward.model.path", c.reward.model.path, "its directory"),
+        ("judge", "reward.judge.url", c.reward.judge.url, "the address of its server"),
+    ):
+        if name in named and not value:
+            yield key, f"reward.functions names {name}; give {what}"
+        if name not in named and value:
+            yield key, f"nothing asks it; name {name} in reward.functions, such as last_number, {name}*0.5"
+    if "judge" in named and not c.reward.judge.model:
+        yield "reward.judge.model", "reward.functions names judge; give the model's name at reward.judge.url"
 
 
 def _agent_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:

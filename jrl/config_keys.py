@@ -112,6 +112,11 @@ def _train_mesh(section: str, fsdp: int, rest: int, rule: Rule, note: str) -> tu
     )
 
 
+JUDGE_TEMPLATE = (
+    "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{completion}\n\n"
+    "How good is the response, from 0 (worst) to 10 (best)? Think about it, then end with a line 'Score: N'."
+)
+JUDGE_PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
 _AS_LEARNER = "; all 0: the learner's mesh"
 
 _TABLE: tuple[Key, ...] = (
@@ -142,7 +147,7 @@ _TABLE: tuple[Key, ...] = (
     Key("data.prompt_suffix", "", "text after each question"),
     Key("data.use_chat_template", True, "render prompts with the tokenizer's chat template"),
     Key("data.max_prompt_tokens", 512, "tokens, chat template included", POSITIVE),
-    Key("data.on_long", "error", "what to do with a longer prompt", one_of("error", "drop")),
+    Key("data.on_long", "error", "what to do with a longer prompt or conversation", one_of("error", "drop")),
     Key("data.examples_per_step", 32, "stages but rl: rows of an update, each a conversation, pair or completion", POSITIVE),
     Key("data.max_tokens", 1024, "stages but rl: tokens of a whole conversation", POSITIVE),
     # Stages
@@ -279,6 +284,14 @@ _TABLE: tuple[Key, ...] = (
     Key("reward.remote.batch_size", 64, "remote: samples of one request, at most", POSITIVE),
     Key("reward.remote.retries", 3, "remote: further attempts if there is no connection or the service is busy", NOT_NEGATIVE),
     Key("reward.model.path", "", "of reward_model in reward.functions: a directory or hub id of a classifier with one label"),
+    Key("reward.judge.url", "", "judge: base of an OpenAI-compatible server, such as http://localhost:8000/v1"),
+    Key("reward.judge.model", "", "judge: name of the model to ask there"),
+    Key("reward.judge.template", JUDGE_TEMPLATE, "judge: what it is asked; {prompt}, {completion} and {answer} are filled in"),
+    Key("reward.judge.pattern", JUDGE_PATTERN, "judge: regular expression whose one group is the score; its last match counts"),
+    Key("reward.judge.max_tokens", 512, "judge: tokens of its reply, at most", POSITIVE),
+    Key("reward.judge.key_env", "", "judge: environment variable with the key to send; empty: none"),
+    Key("reward.judge.parallel", 8, "judge: requests at a time", POSITIVE),
+    Key("reward.judge.retries", 3, "judge: further attempts if there is no connection or the server is busy", NOT_NEGATIVE),
     *_train_mesh("reward", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
     Key("eval.every_steps", 0, "steps; 0: only before and after the training", NOT_NEGATIVE),
     Key("eval.samples", 1, "of each held-out problem at the training temperature, greedy besides", NOT_NEGATIVE),

@@ -211,6 +211,21 @@ BAD = [
     ("checkpoint.best", True, {"data__eval_size": 8, "checkpoint__every_steps": 5}),
     ("checkpoint.best", True, {"data__eval_size": 8, "checkpoint__every_steps": 5, "eval__every_steps": 10}),
     ("checkpoint.best", True, {"data__eval_size": 8, "checkpoint__every_steps": 6, "eval__every_steps": 4}),
+    ("stage", "pretraining", {}),
+    ("sft.turns", "last", {}),  # of another stage
+    ("dpo.beta", 0.5, {"stage": "sft"}),
+    ("dpo.label_smoothing", 0.1, {"stage": "dpo", "dpo__loss": "ipo"}),
+    ("dpo.label_smoothing", 0.5, {"stage": "dpo"}),
+    ("dpo.gamma", 1.0, {"stage": "dpo"}),
+    ("dpo.desirable", 2.0, {"stage": "dpo", "dpo__loss": "simpo"}),
+    ("dpo.loss", "ppo", {"stage": "dpo"}),
+    ("reward_model.centre_coef", 0.1, {"stage": "reward_model", "reward_model__of": "steps"}),
+    ("reference.mesh.fsdp", 4, {"stage": "dpo"}),
+    ("reference.refresh_steps", 2, {"stage": "dpo"}),
+    ("data.repeats", True, {"stage": "sft"}),
+    ("plan", "auto", {"stage": "sft"}),
+    ("reward.model.path", "x/hf", {}),
+    ("reward.judge.url", "http://x/v1", {}),
 ]
 
 
@@ -249,6 +264,13 @@ def test_values_that_cannot_run_name_the_key(name, value, others):
         {"checkpoint__every_steps": 10, "eval__every_steps": 5, "checkpoint__best": True, "data__eval_size": 8},
         {"checkpoint__every_steps": 5, "eval__every_steps": 5, "checkpoint__best": True, "data__eval": "test.jsonl"},
         {"checkpoint__every_steps": 6, "eval__every_steps": 4, "data__eval_size": 8},
+        {"stage": "sft", "sft__turns": "last", "rollout__group_size": 1},  # what RL alone reads is not looked at
+        {"stage": "dpo", "dpo__label_smoothing": 0.1},
+        {"stage": "dpo", "dpo__loss": "simpo", "dpo__beta": 2.0, "dpo__gamma": 1.0},
+        {"stage": "dpo", "dpo__loss": "kto", "dpo__desirable": 1.3},
+        {"stage": "reward_model", "reward_model__centre_coef": 0.1},
+        {"reward__model__path": "x/hf", "reward__functions": "last_number, reward_model*0.5"},
+        {"reward__judge__url": "http://x/v1", "reward__judge__model": "m", "reward__functions": "judge"},
     ],
 )
 def test_neighbours_of_the_refused_values_pass(good):

@@ -270,7 +270,7 @@ def test_rl_scores_with_the_reward_model_what_its_own_template_renders(rewarded,
     changes = {"reward__functions": "reward_model*2, last_number", "reward__model__path": str(own)}
     trainer = a_run(tmp_path / "run", **changes, **mesh)
     prompts = trainer.parts.stream.next(3)
-    completions = ["12", "", "the answer is 7", "7!"]
+    completions = ["12", "", "\n the answer is 7", "7!"]
     asked = [prompts[0], prompts[1], prompts[0], prompts[2]]
     result = trainer.parts.rewards.score_prompts(asked, completions, [1] * 4)
     model = AutoModelForSequenceClassification.from_pretrained(own).eval()

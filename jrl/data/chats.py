@@ -71,23 +71,37 @@ class Renderer:
         Raises:
           UserError: a template that refuses the messages or rewrites earlier ones; no turn to learn.
         """
-        chat = chat if chat[0]["role"] == "system" else (*self.system, *chat)
+        chat = self._with_system(chat)
         if not self.use_chat_template:
             return self._encode_text(where, chat)
         if all_turns and _GENERATION.search(self.tokenizer.chat_template):
             return self._encode_marked(where, chat)
         turns = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
         end = turns[-1] + 1
-        whole = self.tokens(self.render(where, chat[:end]))
+        text = self.render(where, chat[:end])
+        whole = self.tokens(text)
         mask = np.zeros(len(whole), bool)
         for i in turns if all_turns else turns[-1:]:
-            begin = self._prefix(where, whole, self.render(where, chat[:i], answer=True), i, "begins")
-            stop = self._prefix(where, whole, self.render(where, chat[: i + 1]), i, "ends")
+            begin = self._prefix(where, text, whole, self.render(where, chat[:i], answer=True), i, "begins")
+            stop = self._prefix(where, text, whole, self.render(where, chat[: i + 1]), i, "ends")
             mask[begin : self._last_eos(whole, begin, stop)] = True
         return _encoded(where, whole, mask)
 
+    def _with_system(self, chat: Chat) -> Chat:
+        return chat if chat[0]["role"] == "system" else (*self.system, *chat)
+
+    def whole(self, where: str, chat: Chat) -> np.ndarray:
+        """All of a conversation, without the white space after the EOS that ends it."""
+        chat = self._with_system(chat)
+        if not self.use_chat_template:
+            return self._encode_text(where, chat).tokens
+        tokens = self.tokens(self.render(where, chat))
+        end = self._last_eos(tokens, 0, len(tokens))
+        return tokens if self.tokenizer.decode(tokens[end:]).strip() else tokens[:end]
+
     def prompt_tokens(self, where: str, chat: Chat) -> np.ndarray:
         """Up to where the assistant begins."""
+        chat = self._with_system(chat)
         if self.use_chat_template:
             return self.tokens(self.render(where, chat, answer=True))
         return np.asarray(encode_text(self.tokenizer, join_contents(chat)), np.int32)
@@ -104,15 +118,21 @@ class Renderer:
         """A template writes its own BOS, so the tokenizer must not add another one."""
         return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
-    def _prefix(self, where: str, whole: np.ndarray, text: str, turn: int, event: str) -> int:
+    def _prefix(self, where: str, text: str, whole: np.ndarray, start: str, turn: int, event: str) -> int:
         """How many of the tokens of the whole are those of a text that should be its beginning."""
-        part = self.tokens(text)
-        if not np.array_equal(whole[: len(part)], part):
+        part = self.tokens(start)
+        if np.array_equal(whole[: len(part)], part):
+            return len(part)
+        place = f"{where}: message {turn + 1}, of the assistant: "
+        if text.startswith(start):
             raise UserError(
-                f"{where}: message {turn + 1}, of the assistant: up to where it {event} the chat template renders other tokens"
-                " than in the whole conversation, so that its tokens cannot be told; give sft.turns=last, or another template"
+                f"{place}where it {event} a token goes across the border, so that it is nobody's; remove white space from the"
+                " beginning and the end of the message"
             )
-        return len(part)
+        raise UserError(
+            f"{place}up to where it {event} the chat template renders another text than in the whole conversation, so that its"
+            " tokens cannot be told; give sft.turns=last, or another template"
+        )
 
     def _last_eos(self, whole: np.ndarray, begin: int, stop: int) -> int:
         """Where the loss ends: after the last EOS, as what follows it is written by the template; without one, with the turn."""
@@ -157,16 +177,26 @@ def encode_scored(record: Record, renderer: Renderer) -> Item:
     """The conversations of a row, each with one more token, where the score of what is before it stands.
 
     A value belongs to the token whose state is scored before it is chosen, so the score after the last token is the value of the
-    next; which token that is makes no difference. It is the only one with loss.
+    next; which token that is makes no difference. It is the only one with loss. Conversations end with the EOS of their last
+    turn. Where an answer begins does not matter to its score: the prompt is what all of them have in common.
     """
-    item = encode_conversations(record, renderer, all_turns=False)
-    return _item(tuple(scored(s, [len(s.tokens)]) for s in item.sequences), item.facts)
+    whole = [renderer.whole(record.where, chat) for chat in record.chats]
+    start = renderer.prompt_tokens(record.where, record.prompt)
+    shared = min(_in_common(start, tokens) for tokens in whole)
+    sequences = (Encoded(tokens, np.zeros(len(tokens), bool), shared) for tokens in whole)
+    return _item(tuple(scored(s, [len(s.tokens)]) for s in sequences), record.facts)
+
+
+def _in_common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens are the same from the beginning on."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
 
 
 def encode_steps(record: Record, renderer: Renderer) -> Item:
     """An answer in steps, tokenized one by one, so that the last token of each is known; scores stand after these."""
-    chat = record.prompt if record.prompt[0]["role"] == "system" else (*renderer.system, *record.prompt)
-    pieces = [renderer.prompt_tokens(record.where, chat)]
+    pieces = [renderer.prompt_tokens(record.where, record.prompt)]
     pieces += [renderer.tokens(step + STEP_END) for step in record.facts["steps"]]
     ends = np.cumsum([len(piece) for piece in pieces])
     tokens = np.concatenate(pieces)

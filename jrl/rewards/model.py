@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jrl.data.chats import Encoded, Item, Renderer, assemble, scored
+from jrl.data.chats import Item, Renderer, assemble, encode_scored
+from jrl.data.records import Record
 from jrl.data.sources import Message
 from jrl.errors import UserError
 from jrl.learner import Forward, Learner
@@ -68,29 +69,33 @@ class ModelReward:
     def run(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, timeout_s: float) -> Outcome:
         """f32[N]; NaN for a conversation that is longer than the model's positions, or that its template refuses."""
         del columns, timeout_s
-        rewards, why = np.full(len(completions), np.nan, np.float32), ""
-        groups: dict[str, list[tuple[int, Encoded]]] = {}
-        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        rewards, most, why = np.full(len(completions), np.nan, np.float32), self._found.arch.max_position, ""
+        items, order = [], []
+        for prompt in dict.fromkeys(prompts):
+            mine = [n for n, other in enumerate(prompts) if other == prompt]
             try:
-                groups.setdefault(prompt, []).append((n, self._encode(prompt, completion)))
+                sequences = self._encode(prompt, [completions[n] for n in mine]).sequences
             except UserError as error:
                 why = str(error)
-        if groups:
-            order = [n for group in groups.values() for n, _ in group]
-            rewards[order] = self._scores([Item("", tuple(s for _, s in group), {}) for group in groups.values()])
+                continue
+            fitting = [(n, s) for n, s in zip(mine, sequences, strict=True) if len(s.tokens) <= most]
+            if len(fitting) < len(mine):
+                why = f"the conversation has more than the {most - 1} tokens that the reward model reads"
+            if fitting:
+                items.append(Item("", tuple(s for _, s in fitting), {}))
+                order += [n for n, _ in fitting]
+        if items:
+            rewards[order] = self._scores(items)
         failed = int(np.isnan(rewards).sum())
         return rewards, [Failures("error", failed, why)] if why else []
 
     def misfit(self, columns: Collection[str]) -> str:
         return ""
 
-    def _encode(self, prompt: str, completion: str) -> Encoded:
-        chat = (*self._chats.of(prompt), {"role": "assistant", "content": completion})
-        encoded = self._renderer.encode("sample", chat, all_turns=False)
-        count, most = len(encoded.tokens), self._found.arch.max_position - 1
-        if count > most:
-            raise UserError(f"sample: has {count} tokens, the reward model reads at most {most}")
-        return scored(encoded, [count])
+    def _encode(self, prompt: str, completions: Sequence[str]) -> Item:
+        asked = self._chats.of(prompt)
+        chats = tuple((*asked, {"role": "assistant", "content": text}) for text in completions)
+        return encode_scored(Record("sample", asked, chats, {}), self._renderer)
 
     def _scores(self, items: list[Item]) -> np.ndarray:
         longest = max(len(s.tokens) for item in items for s in item.sequences)

@@ -31,14 +31,24 @@ def remote(options: Mapping[str, Any]) -> PerSample:
     Raises:
       UserError: no such URL, or no such variable in the environment.
     """
+    url, key = address("reward.remote", options)
+    return PerSample([Service(url, key, options["retries"]) for _ in range(PARALLEL)], options["batch_size"])
+
+
+def address(section: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    """The URL of a section of the config, and the key to send, empty for none.
+
+    Raises:
+      UserError: no such URL, or no such variable in the environment.
+    """
     url, key_env = options["url"], options["key_env"]
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"config.reward.remote.url={url}: the reward remote needs an address; give http://... or https://...")
+        name = section.rpartition(".")[2]
+        raise UserError(f"config.{section}.url={url}: the reward {name} needs an address; give http://... or https://...")
     if key_env and not os.environ.get(key_env):
-        raise UserError(f"config.reward.remote.key_env={key_env}: no such variable in the environment; export it")
-    key = os.environ[key_env] if key_env else ""
-    return PerSample([Service(url, key, options["retries"]) for _ in range(PARALLEL)], options["batch_size"])
+        raise UserError(f"config.{section}.key_env={key_env}: no such variable in the environment; export it")
+    return url, os.environ[key_env] if key_env else ""
 
 
 class Service:

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from jrl.data.chats import Renderer, assemble, encode_conversations, fitting
+from jrl.data.chats import Renderer, assemble, encode_conversations, encode_scored, fitting
 from jrl.data.records import Columns, load_records
 from jrl.errors import UserError
 from jrl.models.load import byte_tokenizer
@@ -71,6 +73,23 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_by_row_and_message_un
     assert "\n" not in str(caught.value)
     last = r.encode("row", CHAT[:2], all_turns=False)
     assert learned(r, last) == ["Hello, <b>you</b><|im_end|>"]
+
+
+def test_a_token_across_the_border_of_a_message_is_refused_with_another_remedy():
+    """A line end and a space are one token here, as in many vocabularies."""
+    plain = byte_tokenizer()
+    vocab = plain.get_vocab() | {"ĊĠ": len(plain)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ġ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.add_special_tokens(list(plain.all_special_tokens))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    r = Renderer.make(tokenizer, (tokenizer.eos_token_id,), "", True)
+    spaced = (CHAT[0], {"role": "assistant", "content": " Hello"})
+    with pytest.raises(UserError, match="row: message 2, .* a token goes across the border.*; remove white space"):
+        r.encode("row", spaced, all_turns=True)
+    stripped = (CHAT[0], {"role": "assistant", "content": "Hello"})
+    assert r.encode("row", stripped, all_turns=True).mask.sum() == len("Hello") + 1
 
 
 def test_without_a_template_the_answer_follows_the_prompt_and_ends_with_eos():
@@ -156,3 +175,15 @@ def test_rows_that_are_too_long_are_named_or_dropped():
     sequences = assemble(items, 100)
     assert sequences.tokens.shape == (2, 128) and sequences.lens.tolist() == [longest, longest + 45]
     assert items[0].uid != items[1].uid == encode_conversations(records[1], r, True).uid
+
+
+def test_a_score_stands_after_the_eos_of_a_conversation_whatever_its_answer_begins_with():
+    r = renderer()
+    record = COLUMNS.pair("row", {"prompt": "q", "chosen": "  yes", "rejected": "\n\nno"})
+    item = encode_scored(record, r)
+    prompt = r.prompt_tokens("row", record.prompt)
+    for sequence, answer in zip(item.sequences, ("  yes", "\n\nno"), strict=True):
+        assert sequence.mask.sum() == 1 and sequence.mask[-1] and sequence.prompt_len == len(prompt)
+        assert r.tokenizer.decode(sequence.tokens[len(prompt) : -1]) == f"{answer}<|im_end|>"
+    alike = encode_scored(COLUMNS.pair("row", {"prompt": "q", "chosen": "yes", "rejected": "yes!"}), r).sequences
+    assert alike[0].prompt_len == alike[1].prompt_len
