@@ -22,6 +22,11 @@ RANDOM = {
         head_dim=16, rope_theta=10000.0, rope_scaling=None, rms_norm_eps=1e-5, tie_embeddings=True, qkv_bias=False,
         o_bias=False, mlp_bias=False, qk_norm=False, max_position=2048,
     ),
+    "small": Arch(
+        family="llama", vocab_size=264, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_kv_heads=2,
+        head_dim=32, rope_theta=10000.0, rope_scaling=None, rms_norm_eps=1e-5, tie_embeddings=True, qkv_bias=False,
+        o_bias=False, mlp_bias=False, qk_norm=False, max_position=2048,
+    ),
 }  # fmt: skip
 _CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
