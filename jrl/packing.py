@@ -94,13 +94,18 @@ def pack(
         length = bucket(max(int(lens[group].max()) for group in queue[-2:]), step)
         fewest = microbatch_groups(microbatch_tokens, prompt_length, group_size, length)[0]
         each = [len(laid_in_rows(group, lens, length)) for group in queue[-shards * fewest :]]
-        rows_each = min(bucket(math.ceil(sum(each) / len(each))), group_size)
+        rows_each = min(n for n in row_counts(group_size) if n >= sum(each) / len(each))
         most, size = microbatch_groups(microbatch_tokens, prompt_length, rows_each, length)
         size = max(size, len(laid_in_rows(queue[-1], lens, length))) if together else size
         # By powers of two: a program compiled for each count would cost more than the padding.
         prompts = min(most, power_of_two(math.ceil(len(queue) / shards)))
         taken = [_take(queue, lens, length, prompts, prompts * size, together) for _ in range(shards)]
         yield _build(rollout, columns, taken, (prompts, prompt_length, prompts * size, length), prompts * group_size)
+
+
+def row_counts(group_size: int) -> list[int]:
+    """For how many rows of each group there may be room: as many as responses, half of that, ...; each may cost a program."""
+    return [-(-group_size // (1 << halvings)) for halvings in range((group_size - 1).bit_length() + 1)]
 
 
 def microbatch_groups(budget: int, prompt_length: int, rows_each: int, length: int) -> tuple[int, int]:

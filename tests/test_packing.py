@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrl.packing import groups_by_prompt, laid_in_rows, pack, pack_groups, pack_rows, unpack
+from jrl.packing import groups_by_prompt, laid_in_rows, pack, pack_groups, pack_rows, row_counts, unpack
 from jrl.shapes import bucket
 from jrl.types import Completion, make_rollout
 
@@ -95,6 +95,12 @@ def test_short_responses_lie_end_to_end_beside_a_long_one():
     assert [m.shape for m in packed(rollout, budget=8 * (16 + 2 * 64))] == [(8, 16, 16, 64)] * 2
     uniform = with_lengths([(64,) * 8] * 16)
     assert [m.shape for m in packed(uniform, budget=8 * (16 + 2 * 64))] == [(2, 16, 16, 64)] * 8  # nothing to gain there
+
+
+def test_the_room_for_a_groups_rows_has_few_sizes():
+    assert [row_counts(n) for n in (1, 2, 5, 8)] == [[1], [2, 1], [5, 3, 2, 1], [8, 4, 2, 1]]
+    seen = {m.shape[2] // m.shape[0] for seed in range(20) for m in packed(random_rollout(seed, counts=(8,) * 4), budget=4000)}
+    assert seen <= {8, 4, 2, 1} and len(seen) > 1
 
 
 @pytest.mark.parametrize("length", [60, 100])

@@ -1,4 +1,4 @@
-"""A model of 0.9 million parameters that writes words backwards: shown it among other things first, then taught by a reward alone.
+"""A model of 0.9 million parameters that writes words backwards: shown it among other things first, then by a reward.
 
 `experiments/algorithms/run.py` makes the data and compares the algorithms; `config.py:sft` is the first stage.
 """

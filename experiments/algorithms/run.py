@@ -27,7 +27,8 @@ from jrl.trainer import Trainer  # noqa: E402
 HERE = pathlib.Path(__file__).parent
 RUNS = pathlib.Path("runs/algorithms")
 ALGORITHMS = (
-    "grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce", "reinforce_plus_plus", "gspo", "gmpo", "cispo", "sapo", "ppo", "vapo",
+    "grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce", "reinforce_plus_plus", "gspo", "gmpo", "cispo", "sapo",
+    "ppo", "vapo",
 )  # fmt: skip
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's, by freedom
 
@@ -110,7 +111,8 @@ def plot(arms: list[dict], path: pathlib.Path) -> None:
     everything = {n: [a for a in arms if a["algorithm"] == n] for n in names}
     for axes, name in zip(grid.flat, names, strict=False):
         for other in everything.values():
-            axes.plot(other[0]["steps"], [statistics.mean(x) for x in zip(*(a["sampled"] for a in other))], color="0.85", lw=0.8)
+            means = [statistics.mean(x) for x in zip(*(a["sampled"] for a in other), strict=True)]
+            axes.plot(other[0]["steps"], means, color="0.85", lw=0.8)
         mine = everything[name]
         bands = [interval(list(x)) for x in zip(*(a["sampled"] for a in mine), strict=True)]
         axes.plot(mine[0]["steps"], [mean for mean, _ in bands], color="C0")

@@ -4,7 +4,7 @@ import itertools
 import math
 
 from jrl.algorithms.pieces import needs_old_logprobs
-from jrl.packing import microbatch_groups
+from jrl.packing import microbatch_groups, row_counts
 from jrl.rollout.backends import Backend
 from jrl.rollout.prefill import longest_chunk, most_prompts, padded_length
 from jrl.rollout.scheduler import OPEN_PREFIXES
@@ -128,7 +128,7 @@ def learner_shapes(batch: dict[str, int], rows: int, layout: Layout) -> list[tup
     remainders = _powers(-(-rows_per_shard // group))  # groups that are left for each shard
     shapes = set()
     for u, t in itertools.product(_buckets(batch["prompt_tokens"], step), _buckets(batch["response_tokens"], step)):
-        for laid in {min(n, group) for n in _buckets(group)}:  # rows into which a group's responses are laid
+        for laid in row_counts(group):
             most, each = microbatch_groups(budget, u, laid, t)
             shapes |= {(p, u, p * each, t) for p in (min(most, n) for n in remainders)}
     return sorted(shapes)
