@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl import platform
-from jrl.algorithms.pieces import Pieces, needs_critic, needs_old_logprobs
+from jrl.algorithms.pieces import Pieces, critic_head_named, needs_critic, needs_old_logprobs
 from jrl.data import Prompt, PromptStream, distinct, encode, load_splits, overlap
 from jrl.errors import UserError
 from jrl.learner import Forward, Learner, make_optimizer
@@ -66,8 +66,9 @@ class Parts:
 
 
 def build(
-    config, pieces: Pieces, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None, speaker: int = 0
-) -> Parts:
+    config, pieces: Pieces, reward: Callable | None = None, train_data: Any = None, eval_data: Any = None, speaker: int = 0,
+    critic_head: Callable | None = None,
+) -> Parts:  # fmt: skip
     """Everything a trainer needs; errors in the data or the meshes come before any weight is loaded.
 
     Args:
@@ -105,8 +106,8 @@ def build(
     policy = make_policy_learner(config, model.arch, layouts["learner"], dtype, pieces.policy_loss)
     critic = initial_critic = reference = reference_params = None
     if pieces.critic:
-        critic = make_critic_learner(config, model.arch, layouts["critic"], dtype)
-        initial_critic = functools.partial(make_critic, model, critic)
+        critic = make_critic_learner(config, model.arch, layouts["critic"], dtype, critic_head)
+        initial_critic = functools.partial(make_critic, model, critic, config.seed)
     if a.kl_in != "none":
         reference = make_reference_learner(config, model.arch, layouts["reference"], dtype)
         reference_params = copy_params(model.params, reference.param_shardings)
@@ -156,9 +157,9 @@ def make_layout(config, section: str, devices: Sequence[jax.Device] | None = Non
         raise UserError(f"config.{section}.mesh: {error}") from None
 
 
-def make_forward(config, arch: Arch, dtype, layout: Layout) -> Forward:
+def make_forward(config, arch: Arch, dtype, layout: Layout, value_head: Callable | None = None) -> Forward:
     c = config.learner
-    return Forward(arch, layout, dtype, c.remat, config.rollout.temperature, c.logit_chunk)
+    return Forward(arch, layout, dtype, c.remat, config.rollout.temperature, c.logit_chunk, value_head)
 
 
 def updates_per_step(config) -> int:
@@ -180,10 +181,16 @@ def make_policy_learner(config, arch: Arch, layout: Layout, dtype, loss: Callabl
     )  # fmt: skip
 
 
-def make_critic_learner(config, arch: Arch, layout: Layout, dtype) -> Learner:
+def make_critic_learner(config, arch: Arch, layout: Layout, dtype, head: Callable | None = None) -> Learner:
+    """
+    Args:
+      head: in place of that of `critic.head`, see `jrl.models.decoder.Critic`.
+    """
+    head = head or critic_head_named(config.critic.head)
     return Learner(
-        "critic", make_forward(config, arch, dtype, layout), layout, decoder.Critic, config.learner.microbatch_tokens,
-        value_loss(config.critic), *make_optimizer(config.critic, config.steps * updates_per_step(config)),
+        "critic", make_forward(config, arch, dtype, layout, head), layout, decoder.critic_with(head),
+        config.learner.microbatch_tokens, value_loss(config.critic),
+        *make_optimizer(config.critic, config.steps * updates_per_step(config)),
         optimizer_memory=config.critic.optimizer_memory,
     )  # fmt: skip
 
@@ -214,9 +221,10 @@ def copy_params(params, shardings):
     return jax.tree.map(lambda x, sharding: jax.block_until_ready(reshard(jnp.copy(x), sharding)), params, shardings)
 
 
-def make_critic(model: LoadedModel, critic: Learner, params) -> Any:
+def make_critic(model: LoadedModel, critic: Learner, seed: int, params) -> Any:
     """A critic that starts from a copy of the policy's backbone, on the critic's mesh."""
-    return reshard(decoder.critic_from_policy(model.arch, params), critic.param_shardings)
+    made = decoder.critic_from_policy(model.arch, params, head=critic.forward.value_head, seed=seed)
+    return reshard(made, critic.param_shardings)
 
 
 def load_data(config, train_data: Any, eval_data: Any) -> tuple[list, list]:

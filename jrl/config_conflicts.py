@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
-from jrl.algorithms.presets import ADVANTAGES, FILTERS, PREFERENCE_LOSSES
+from jrl.algorithms.presets import ADVANTAGES, FILTERS, LINEAR, PREFERENCE_LOSSES
 from jrl.config_keys import KEYS
 from jrl.sharding.memory_kinds import DEVICE
 
@@ -92,6 +92,8 @@ def _algorithm_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         )
     if advantage and advantage.critic and c.critic.policy_delay_steps >= c.steps:
         yield "critic.policy_delay_steps", f"the policy would never learn in steps={c.steps}; give less"
+    if c.critic.head != LINEAR and advantage and not advantage.critic:
+        yield "critic.head", f"there is no critic with advantage={a.advantage}; give linear, or algorithm.name=ppo"
     if a.cov_low >= a.cov_high:
         yield "algorithm.cov_low", f"no covariance lies between it and cov_high={a.cov_high}; give less"
     yield from _kl_conflicts(c)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jrl.algorithms.presets import ADVANTAGES, BASE, FILTERS, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS
+from jrl.algorithms.presets import ADVANTAGES, BASE, FILTERS, LINEAR, POLICY_LOSSES, PREFERENCE_LOSSES, PRESETS
 from jrl.sharding.memory_kinds import DEVICE, HOST
 
 OPTIONS, AGENT_OPTIONS = "data.options", "agents.options"
@@ -256,6 +256,7 @@ _TABLE: tuple[Key, ...] = (
     Key("learner.logit_chunk", 1024, "tokens per device whose logits exist at once", POSITIVE),
     *_train_mesh("learner", fsdp=-1, rest=1, rule=MESH_SIZE, note=""),
     *_optimizer("critic", 1e-5),
+    Key("critic.head", LINEAR, "makes a value of a hidden state; a module's class takes (arch, rngs)", _name_or_path((LINEAR,))),
     Key("critic.value_clip", 0.5, "values move at most this far from the old ones, in rewards", POSITIVE),
     Key("critic.policy_delay_steps", 0, "steps in which only the critic learns", NOT_NEGATIVE),
     *_train_mesh("critic", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),

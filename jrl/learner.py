@@ -48,6 +48,7 @@ class Forward:
     remat: str
     temperature: float
     logit_chunk: int
+    value_head: Callable | None = None  # of a critic, see `jrl.models.decoder.Critic`
 
     def logprobs(self, params, packed: Packed) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities of the response tokens and entropies, float32[d, N, t] each, 0 after a response's end."""
@@ -68,7 +69,7 @@ class Forward:
 
     def values(self, params, packed: Packed) -> jax.Array:
         """The critic's values float32[d, N, t]: what is expected before each response token is chosen."""
-        values = decoder.value_head(params, self._hidden(params["backbone"], packed))
+        values = decoder.value_head(params, self._hidden(params["backbone"], packed), self.arch, self.value_head)
         return by_response(values, packed, self.layout.constrain)
 
     def _hidden(self, params, packed):

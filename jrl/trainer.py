@@ -19,7 +19,7 @@ from jrl import config as config_lib
 from jrl.algorithms.advantages import token_rewards
 from jrl.algorithms.aggregation import weights
 from jrl.algorithms.kl import adapted_coef, kl
-from jrl.algorithms.pieces import call, settings
+from jrl.algorithms.pieces import PYTHON, call, settings
 from jrl.algorithms.samples import overlong_penalty, resample, resampling_weights
 from jrl.arguments import estimate, kept, of_samples
 from jrl.build import Parts, build, copy_params
@@ -42,6 +42,7 @@ class Trainer:
       config: from `jrl.config.load` or a config file's `get_config`.
       reward: a function `fn(prompts, completions, **columns) -> float[N]` in place of `config.reward.functions`.
       advantage, policy_loss, filter: functions in place of those keys of `config.algorithm`, see `jrl.algorithms.pieces`.
+      critic_head: a class in place of that of `config.critic.head`, see `jrl.models.decoder.Critic`.
       train_data, eval_data: a `datasets.Dataset` or a list of rows in place of `config.data.train` and `.eval`.
       speaker: the agent's number among several, see `jrl.agents`.
 
@@ -51,7 +52,8 @@ class Trainer:
 
     def __init__(
         self, config, *, reward: Callable | None = None, advantage: Callable | None = None, policy_loss: Callable | None = None,
-        filter: Callable | None = None, train_data: Any = None, eval_data: Any = None, speaker: int | None = None,
+        filter: Callable | None = None, critic_head: Callable | None = None, train_data: Any = None, eval_data: Any = None,
+        speaker: int | None = None,
     ):  # fmt: skip
         config = config_lib.with_python_data(config, train_data is not None, eval_data is not None)
         config_lib.validate(config)
@@ -60,9 +62,11 @@ class Trainer:
         if config.agents.turns and speaker is None:
             raise UserError(f"config.agents.turns={config.agents.turns!r}: Trainer trains one policy; use jrl.agents.Agents")
         pieces = config_lib.choose_pieces(config, advantage=advantage, policy_loss=policy_loss, filter=filter)
+        if critic_head:
+            config.critic.head = PYTHON
         self.config = config = resolve(config_lib.with_preset(config, pieces))
         run_directory(config.run_dir)  # a mistake there should not wait for the model
-        self.parts: Parts = build(config, pieces, reward, train_data, eval_data, speaker or 0)
+        self.parts: Parts = build(config, pieces, reward, train_data, eval_data, speaker or 0, critic_head)
         self.run = RLRun(config, self.parts)
 
     @classmethod

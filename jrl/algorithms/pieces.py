@@ -5,6 +5,7 @@ A piece says by the names of its parameters what it wants, so that one written i
     advantage    (rewards, group_ids, valid, ...) -> f32[N] or f32[N, T], and the returns f32[N, T] if it wants `values`
     policy_loss  (logprobs, old_logprobs, advantages, ...) -> f32[N, T], or that and {name: f32[N, T]} to report
     filter       (rewards, group_ids, valid, ...) -> bool[N], which responses stay
+    critic_head  a class, (arch, rngs) -> module, hidden states f32[..., D] -> f32[...]
 
 What may be wanted is in `ARRAYS`, and any key of `config.algorithm` besides. An advantage that wants `values` makes the run have
 a critic, one that wants `greedy_rewards` makes it take one greedy response a prompt.
@@ -19,7 +20,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jrl.algorithms.presets import TABLES, Piece, preset
+from jrl.algorithms.presets import LINEAR, TABLES, Piece, preset
 from jrl.errors import UserError
 
 _OF_SAMPLES = {
@@ -97,6 +98,11 @@ def choose(algorithm: Mapping[str, Any], functions: Mapping[str, Callable | None
     _check_read(algorithm, [*found.values(), *([prepare] if prepare else [])])
     python = tuple(kind for kind in TABLES if functions.get(kind))
     return Pieces(**found, prepare=prepare, linear=loss is not None and prepare is None, python=python)
+
+
+def critic_head_named(name: str) -> Callable | None:
+    """The class that `critic.head` names; None for the linear one, and for one that was handed over in Python."""
+    return None if name in (LINEAR, PYTHON) else load(f"config.critic.head={name}", name, {LINEAR: None})
 
 
 # What a run needs for its algorithm, as far as its config tells -----------------------------------------------------------

@@ -104,6 +104,7 @@ POLICY_LOSSES = {
 }
 FILTERS = {"informative": Piece(f"{_S}informative", "groups whose rewards differ", group=True)}
 
+LINEAR = "linear"  # the critic's own head
 TABLES = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "filter": FILTERS}
 
 

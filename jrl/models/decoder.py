@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jrl.errors import UserError
 from jrl.models.arch import Arch
 from jrl.sharding.offload import near
 
@@ -209,11 +210,21 @@ Int8Decoder = functools.partial(Decoder, int8=True)  # the same model, its matri
 
 
 class Critic(nnx.Module):
-    """A decoder whose head is one number per token: the value of the state after reading it."""
+    """A decoder whose head is one number per token: the value of the state after reading it.
 
-    def __init__(self, arch: Arch, rngs: nnx.Rngs, bias: bool = True):
+    Args:
+      head: a module of somebody's own, `head(arch, rngs)`, that makes [...] of hidden states [..., D]; None: a linear one.
+    """
+
+    def __init__(self, arch: Arch, rngs: nnx.Rngs, bias: bool = True, head: Callable | None = None):
         self.backbone = Decoder(arch, rngs, with_head=False)
-        self.value = Linear((), (arch.hidden_size, 1), ("norm", "norm"), bias, rngs)
+        self.value = head(arch, rngs) if head else Linear((), (arch.hidden_size, 1), ("norm", "norm"), bias, rngs)
+
+
+@functools.cache
+def critic_with(head: Callable | None) -> Callable:
+    """`Critic` with that head, the same object each time."""
+    return functools.partial(Critic, head=head) if head else Critic
 
 
 RewardModel = functools.partial(Critic, bias=False)  # its head is that of `transformers`' sequence classifiers
@@ -276,8 +287,13 @@ def abstract_params(arch: Arch, cls: Callable = Decoder) -> Params:
 def param_axes(arch: Arch, cls: Callable = Decoder) -> Params:
     """The parameter dict with each weight's tuple of logical axis names."""
     state = _split(cls, arch)[1]
-    axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+    axes = jax.tree.map(_axes_of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
     return nnx.to_pure_dict(axes)
+
+
+def _axes_of(p: nnx.Variable) -> tuple[str, ...]:
+    """A weight that states none, of a head of somebody's own, lies whole on every device."""
+    return p.get_metadata().get("axes", ("norm",) * len(p.shape))
 
 
 def init_params(arch: Arch, seed: int, layout=None, cls: type = Decoder) -> Params:
@@ -347,19 +363,33 @@ def logits(arch: Arch, params: Params, hidden: jax.Array) -> jax.Array:
     return out.reshape(*hidden.shape[:-1], -1)
 
 
-def value_head(params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 values [...] of hidden states [..., D]; `params` is that of `Critic` or `RewardModel`."""
-    w = params["value"]
-    # Accelerators would round both sides to fewer bits, and returns differ by little.
-    values = jnp.matmul(hidden.astype(jnp.float32), w["kernel"], precision=jax.lax.Precision.HIGHEST)
-    return values[..., 0] + w["bias"][0] if "bias" in w else values[..., 0]
+def value_head(params: Params, hidden: jax.Array, arch: Arch, head: Callable | None = None) -> jax.Array:
+    """float32 values [...] of hidden states [..., D]; `params` is that of `Critic` or `RewardModel`.
+
+    Raises:
+      UserError: a head of somebody's own returns another shape.
+    """
+    w, hidden = params["value"], hidden.astype(jnp.float32)
+    if head is None:
+        # Accelerators would round both sides to fewer bits, and returns differ by little.
+        values = jnp.matmul(hidden, w["kernel"], precision=jax.lax.Precision.HIGHEST)
+        return values[..., 0] + w["bias"][0] if "bias" in w else values[..., 0]
+    values = _module(head, arch, w)(hidden)
+    if values.shape != hidden.shape[:-1]:
+        raise UserError(
+            f"config.critic.head: {getattr(head, '__name__', head)} makes {values.shape} of hidden states {hidden.shape};"
+            " return one value for each, [...] of [..., D]"
+        )
+    return values.astype(jnp.float32)
 
 
-def critic_from_policy(arch: Arch, params: Params, bias: bool = True) -> Params:
+def critic_from_policy(arch: Arch, params: Params, bias: bool = True, head: Callable | None = None, seed: int = 0) -> Params:
     """A critic whose backbone is a copy of the policy's and whose value head is zero, so that values start at 0.
 
-    Without `bias` these are the parameters of `RewardModel`.
+    Without `bias` these are the parameters of `RewardModel`. A `head` of somebody's own starts as it initialises itself.
     """
     copy = {k: jax.tree.map(jnp.copy, v) for k, v in params.items() if k != "lm_head"}
+    if head:
+        return {"backbone": copy, "value": nnx.to_pure_dict(nnx.state(head(arch, nnx.Rngs(seed))))}
     d = arch.hidden_size
     return {"backbone": copy, "value": {"kernel": jnp.zeros((d, 1))} | ({"bias": jnp.zeros((1,))} if bias else {})}

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jrl import platform
-from jrl.algorithms.pieces import needs_critic
+from jrl.algorithms.pieces import critic_head_named, needs_critic
 from jrl.config import with_preset
 from jrl.errors import UserError
 from jrl.models import decoder
@@ -31,7 +31,12 @@ from jrl.sharding.layout import ROLLOUT_TABLE, TRAIN_TABLE, Layout
 from jrl.sharding.memory_kinds import DEVICE, HOST
 from jrl.sharding.mesh import describe, resolve_sizes
 
-MODELS = {"critic": decoder.Critic, "reward": decoder.RewardModel}  # that are no language models
+
+def model_of(config, name: str) -> Any:
+    """The class of model that lies on a mesh."""
+    if name == "critic":
+        return decoder.critic_with(critic_head_named(config.critic.head))
+    return decoder.RewardModel if name == "reward" else decoder.Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,7 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
         own = read_arch(config.reward.model.path) if name == "reward" else arch
         with naming(_mesh_key(config, name)):
             layout.sharding(("act_heads",), (own.num_heads,))  # not weights: the forward pass splits them
-            weights[name] = weight_shards(own, layout, MODELS.get(name, decoder.Decoder))
+            weights[name] = weight_shards(own, layout, model_of(config, name))
     batch = _batch(config, layouts)
     if batch["prompt_tokens"] + batch["response_tokens"] > arch.max_position:
         raise UserError(

@@ -20,7 +20,7 @@ from jrl.flags import check_values, read_flags
 from jrl.main import parse as parse_config
 from jrl.models import decoder
 from jrl.models.load import read_arch
-from jrl.plan.plan import MODELS, abstract_layouts, num_devices, size_text
+from jrl.plan.plan import abstract_layouts, model_of, num_devices, size_text
 from jrl.rollout.weights import int8_arrays
 from jrl.sharding.layout import Layout, path_name
 from jrl.sharding.mesh import describe
@@ -123,7 +123,7 @@ def _weights(config, name: str, layout: Layout) -> tuple[Any, list, list]:
     """Shape and dtype, logical axes, and sharding of each weight, as the model called `name` holds them."""
     arch = read_arch(config.reward.model.path if name == "reward" else config.model.path)
     dtype, int8 = platform.compute_dtype(config.model.compute_dtype), name == "rollout" and config.rollout.weights == "int8"
-    kind: Any = stage_of(config).model if config.stage != "rl" else MODELS.get(name, decoder.Decoder)
+    kind: Any = stage_of(config).model if config.stage != "rl" else model_of(config, name)
     kind = decoder.Int8Decoder if int8 else kind
     shapes = decoder.abstract_params(arch, kind)
     axes = decoder.param_axes(arch, kind)
