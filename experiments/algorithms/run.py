@@ -26,10 +26,7 @@ from jrl.trainer import Trainer  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 RUNS = pathlib.Path("runs/algorithms")
-ALGORITHMS = (
-    "grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce", "reinforce_plus_plus", "gspo", "gmpo", "cispo", "sapo",
-    "ppo", "vapo",
-)  # fmt: skip
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "gspo", "cispo", "ppo")
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's, by freedom
 
 
@@ -107,7 +104,7 @@ def plot(arms: list[dict], path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(a["algorithm"] for a in arms))
-    figure, grid = plt.subplots(-(-len(names) // 4), 4, figsize=(11, 2.2 * -(-len(names) // 4)), sharex=True, sharey=True)
+    figure, grid = plt.subplots(-(-len(names) // 3), 3, figsize=(9, 2.2 * -(-len(names) // 3)), sharex=True, sharey=True)
     everything = {n: [a for a in arms if a["algorithm"] == n] for n in names}
     for axes, name in zip(grid.flat, names, strict=False):
         for other in everything.values():
