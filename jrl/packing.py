@@ -85,8 +85,8 @@ def pack(
     groups = groups_by_prompt(rollout, rows, step)
     if not groups:
         return
-    group_size = max(map(len, groups))
-    # The whole rollout's longest prompt, so that the choice of rows makes no new program.
+    # The whole rollout's largest group and longest prompt, so that the choice of rows makes no new program.
+    group_size = int(np.unique(rollout.group_ids, return_counts=True)[1].max())
     prompt_length = bucket(int(rollout.prompt_lens.max()), step)
     queue = groups[::-1]  # popped from the end
     while queue:

@@ -128,6 +128,10 @@ def test_long_responses_come_first_and_shapes_are_few():
     assert len(microbatches) >= 2 * len({m.shape for m in microbatches})
     some = np.random.default_rng(0).permutation(80)[:40]
     assert {m.shape[1] for m in packed(rollout, some, budget=600)} == {microbatches[0].shape[1]}
+    # Ragged parts of groups make no sizes of their own: rows are 8, 4, 2 or 1 for each prompt.
+    rollout = random_rollout(counts=(8,) * 8, longest=16)
+    ragged = [np.flatnonzero(np.random.default_rng(i).random(64) < 0.7) for i in range(20)]
+    assert {m.shape[2] / m.shape[0] for rows in ragged for m in packed(rollout, rows, budget=4000)} <= {8, 4, 2, 1}
 
 
 @pytest.mark.parametrize("budget", [100, 100_000])

@@ -26,7 +26,7 @@ from jrl.trainer import Trainer  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 RUNS = pathlib.Path("runs/algorithms")
-ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "gspo", "cispo", "ppo")
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "remax", "gspo", "cispo", "ppo")
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's, by freedom
 
 
