@@ -63,6 +63,14 @@ def test_each_agent_sees_what_was_said_before_and_speaks_for_itself(run):
         assert c.messages[-1]["content"] == f"checker: {talk.turns[1]['content']}"
 
 
+def test_rewards_that_render_prompts_anew_know_who_said_what(run):
+    _, agents, _, _, seen = run
+    for name, agent in agents.agents.items():
+        prompts = next(spoken[-1][0] for n, spoken, _ in reversed(seen) if n == name)
+        assert all(agent.parts.chats.of(p.text) == p.messages for p in prompts)
+        assert ("assistant" in [m["role"] for m in prompts[0].messages]) == (name == "solver")
+
+
 def test_each_learns_from_its_own_words_by_its_own_reward(run):
     folder, agents, before, result, seen = run
     rows = {name: lines(folder / name / "samples.jsonl") for name in agents.agents}
