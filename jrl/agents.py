@@ -141,6 +141,7 @@ class Agents:
         told = [
             dataclasses.replace(p, columns=p.columns | {"transcript": talk.turns}) for p, talk in zip(prompts, talks, strict=True)
         ]
+        agent.parts.chats.hold(told)
         with agent.run.timers("reward"):
             final = agent.score(told, last)
         batches = [

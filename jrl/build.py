@@ -50,6 +50,7 @@ class Parts:
     eval_prompts: list[Prompt]
     stream: PromptStream
     rewards: RewardManager
+    chats: Chats  # of the prompts that rewards are asked about
     pieces: Pieces
     policy: Learner
     initial_params: Any  # on the policy's mesh; dropped once the state is made
@@ -80,11 +81,7 @@ def build(
     """
     layouts = make_layouts(config)
     chats = Chats()
-    reward_model = make_reward_model(config, layouts, chats) if config.reward.model.path else None
-    runners: dict[str, Any] = {REWARD_MODEL: reward_model} if reward_model else {}
-    if config.reward.judge.url:
-        runners[JUDGE] = judge(config.reward.judge.to_dict(), chats)
-    rewards = RewardManager.from_config(config.reward, reward, runners)
+    rewards, reward_model = make_rewards(config, layouts, chats, reward)
     train, held_out = load_data(config, train_data, eval_data)
     for rows in filter(None, (train, held_out)):  # a column that only one of them has would cost the other its rewards
         told = {"transcript"} if config.agents.turns else set()
@@ -96,7 +93,7 @@ def build(
     plan = make_plan(config, found.arch, len(jax.devices()))  # for its errors: what cannot run is refused before weights are read
     refuse_what_cannot_fit(plan, found.arch, jax.devices())
     prompts, eval_prompts = (encode_prompts(config, rows, found.tokenizer) for rows in (train, held_out))
-    chats.add(prompts + eval_prompts)
+    chats.hold(prompts + eval_prompts)
     stream = PromptStream(prompts, config.rollout.prompts_per_step, config.seed)
     model = found.load(layouts["learner"], config.seed)
     platform.configure()  # only now: what loading leaves behind goes back to the system
@@ -116,7 +113,7 @@ def build(
     rollout_weights = weight_publisher(model.arch, layouts["learner"], layouts["rollout"], dtype, config.rollout.weights)
     return Parts(
         arch=model.arch, tokenizer=model.tokenizer, dtype=dtype, train_prompts=prompts, eval_prompts=eval_prompts,
-        stream=stream, rewards=rewards, pieces=pieces, policy=policy,
+        stream=stream, rewards=rewards, chats=chats, pieces=pieces, policy=policy,
         initial_params=model.params, engine=engine,
         rollout_weights=rollout_weights, critic=critic,
         initial_critic=initial_critic, reference=reference, reference_params=reference_params,
@@ -201,6 +198,29 @@ def make_reference_learner(config, arch: Arch, layout: Layout, dtype) -> Learner
     return Learner(
         "reference", forward, layout, decoder.Decoder, config.learner.microbatch_tokens, param_memory=config.reference.memory
     )
+
+
+def make_rewards(
+    config, layouts: dict[str, Layout], chats: Chats, reward: Callable | None
+) -> tuple[RewardManager, ModelReward | None]:
+    """The rewards, and the model among them, without its weights as yet.
+
+    Args:
+      reward: a Python function in place of `reward.functions`.
+    """
+    section = config.reward
+    for key, value in (("model.path", section.model.path), ("judge.url", section.judge.url)):
+        if reward is not None and value:
+            raise UserError(
+                f"config.reward.{key}={value}: nothing asks it, as a Python function is the reward; leave out it and"
+                " reward.functions"
+            )
+    runners: dict[str, Any] = {}
+    if section.model.path:
+        runners[REWARD_MODEL] = make_reward_model(config, layouts, chats)
+    if section.judge.url:
+        runners[JUDGE] = judge(section.judge.to_dict(), chats)
+    return RewardManager.from_config(section, reward, runners), runners.get(REWARD_MODEL)
 
 
 def make_reward_model(config, layouts: dict[str, Layout], chats: Chats) -> ModelReward:

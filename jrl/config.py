@@ -23,6 +23,7 @@ from jrl.algorithms.presets import preset
 from jrl.config_conflicts import conflicts
 from jrl.config_keys import FREE, KEYS, SECTIONS, Key
 from jrl.errors import UserError
+from jrl.sharding.memory_kinds import DEVICE
 
 PRESET = "preset"  # on the command line: the value that the preset chooses
 
@@ -224,8 +225,15 @@ def choose_pieces(config: ConfigDict, **functions: Callable | None) -> Pieces:
 
     Args:
       functions: advantage, policy_loss, filter; Python functions in place of the keys.
+
+    Raises:
+      UserError: a piece that cannot be had, or a choice that these pieces do not read.
     """
-    return choose(with_preset(config).algorithm, functions)
+    pieces = choose(with_preset(config).algorithm, functions)
+    if not pieces.critic and config.critic.optimizer_memory != DEVICE:
+        memory = config.critic.optimizer_memory
+        raise UserError(f"config.critic.optimizer_memory={memory!r}: there is no critic; give {DEVICE}, or algorithm.name=ppo")
+    return pieces
 
 
 # Values and names ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """Keys whose values are fine one by one and do not go together."""
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -10,6 +13,12 @@ from jrl.config_keys import KEYS
 from jrl.sharding.memory_kinds import DEVICE
 
 STAGES = ("sft", "dpo", "reward_model")  # that have a section of their own
+ROWS = ("data.examples_per_step", "data.max_tokens")  # of all stages but rl
+# Keys that one of the functions in reward.functions reads alone, by how they begin.
+OF_REWARDS = {
+    "regex": ("reward.pattern",), "length_penalty": ("reward.length_",), "python_tests": ("reward.sandbox.",),
+    "remote": ("reward.remote.",), "judge": ("reward.judge.",), "reward_model": ("reward.model.", "reward.mesh."),
+}  # fmt: skip
 ALONE = "algorithm.name=ppo, remax or reinforce_plus_plus"  # what can learn from one sample a prompt
 
 
@@ -23,12 +32,19 @@ def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     yield from _mesh_conflicts(c, ("learner", "rollout", "critic", "reference", "reward") if c.stage == "rl" else ("learner",))
 
 
+def _changed(c: ConfigDict, *beginnings: str) -> Iterator[tuple[str, Any]]:
+    """Keys that begin so and are not at their default, with their values."""
+    for name, key in KEYS.items():
+        value = functools.reduce(getattr, name.split("."), c)
+        if name.startswith(beginnings) and (value.to_dict() if isinstance(value, ConfigDict) else value) != key.default:
+            yield name, value
+
+
 def _stage_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     """Keys of a stage are for it alone, and of preference losses for those that read them."""
     for stage in STAGES:
-        for name in c[stage]:
-            if c.stage != stage and c[stage][name] != KEYS[f"{stage}.{name}"].default:
-                yield f"{stage}.{name}", f"has no effect with stage={c.stage}; leave it out, or give stage={stage}"
+        for name, _ in _changed(c, f"{stage}.") if c.stage != stage else ():
+            yield name, f"has no effect with stage={c.stage}; leave it out, or give stage={stage}"
     readers = {name: [loss for loss, p in PREFERENCE_LOSSES.items() if name in p.keys] for name in c.dpo if name != "loss"}
     for name, losses in readers.items():
         if c.dpo.loss not in losses and c.dpo[name] != KEYS[f"dpo.{name}"].default:
@@ -36,15 +52,14 @@ def _stage_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     if c.reward_model.of == "steps" and c.reward_model.centre_coef:
         yield "reward_model.centre_coef", "scores of steps are probabilities of being right, and need no centre; give 0"
     if c.stage == "rl":
+        for name, _ in _changed(c, *ROWS):
+            meant = "rollout.prompts_per_step" if name == ROWS[0] else "data.max_prompt_tokens and rollout.max_new_tokens"
+            yield name, f"has no effect with stage=rl; give {meant}"
         return
-    for name, value in c.reference.mesh.to_dict().items():
-        if value:
-            yield (
-                f"reference.mesh.{name}",
-                f"stage={c.stage} keeps no reference: dpo asks the initial weights once, on learner.mesh; give 0 in all axes",
-            )
-    if c.reference.refresh_steps:
-        yield "reference.refresh_steps", f"stage={c.stage} asks the reference once, before the training; give 0"
+    for name, _ in _changed(c, "reference."):
+        yield name, f"stage={c.stage} keeps no reference: dpo asks the initial weights once, on learner.mesh; leave it out"
+    for name, _ in _changed(c, "agents.", "critic.optimizer_memory", *itertools.chain(*OF_REWARDS.values())):
+        yield name, f"has no effect with stage={c.stage}; leave it out, or give stage=rl"
 
 
 def _data_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
@@ -74,8 +89,6 @@ def _rl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
             "rollout.num_pages",
             f"the longest sequence (data.max_prompt_tokens + rollout.max_new_tokens) needs {pages}; give as many, or 0",
         )
-    if c.reward.length_free >= c.reward.length_full:
-        yield "reward.length_full", f"must be more than reward.length_free={c.reward.length_free}"
 
 
 def _algorithm_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
@@ -102,16 +115,18 @@ def _algorithm_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
 
 def _reward_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     named = [item.partition("*")[0].strip() for item in c.reward.functions.split(",")]
-    for name, key, value, what in (
+    for function, beginnings in OF_REWARDS.items():
+        for name, _ in _changed(c, *beginnings) if function not in named else ():
+            yield name, f"{function} alone reads it; leave it out, or name {function} in reward.functions={c.reward.functions}"
+    for function, key, value, what in (
         ("reward_model", "reward.model.path", c.reward.model.path, "its directory"),
         ("judge", "reward.judge.url", c.reward.judge.url, "the address of its server"),
+        ("judge", "reward.judge.model", c.reward.judge.model, "the model's name at reward.judge.url"),
     ):
-        if name in named and not value:
-            yield key, f"reward.functions names {name}; give {what}"
-        if name not in named and value:
-            yield key, f"nothing asks it; name {name} in reward.functions, such as last_number, {name}*0.5"
-    if "judge" in named and not c.reward.judge.model:
-        yield "reward.judge.model", "reward.functions names judge; give the model's name at reward.judge.url"
+        if function in named and not value:
+            yield key, f"reward.functions names {function}; give {what}"
+    if c.reward.length_free >= c.reward.length_full:
+        yield "reward.length_full", f"must be more than reward.length_free={c.reward.length_free}"
 
 
 def _agent_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
@@ -129,8 +144,6 @@ def _agent_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         yield "checkpoint.best", "several agents are not best at the same step; give False"
     if c.plan == "auto":
         yield "plan", "each agent would be given all devices; give as_configured"
-    if c.reward.model.path:
-        yield "reward.model.path", "a reward model does not see who said what; leave it empty and give reward.functions"
 
 
 def _kl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:

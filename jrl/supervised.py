@@ -5,6 +5,7 @@
 What differs between these stages is in `jrl.stages`; what a run writes and saves is in `jrl.run`.
 """
 
+import copy
 import dataclasses
 import logging
 import pathlib
@@ -177,8 +178,11 @@ class SupervisedRun(Run):
         return sign * evaluation[name] if name in evaluation else None
 
     def export(self, directory: pathlib.Path, states: dict[str, Any]) -> None:
-        p = self.parts
-        save_hf(directory, p.arch, states["policy"].params, p.tokenizer, p.eos_ids)
+        p, c, tokenizer = self.parts, self.config, self.parts.tokenizer
+        if not self.stage.has_head and not c.data.use_chat_template:  # what scores is to read conversations as it does here
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.chat_template = None
+        save_hf(directory, p.arch, states["policy"].params, tokenizer, p.eos_ids, of_steps=c.reward_model.of == "steps")
 
     def summary(self, after: dict[str, float]) -> dict[str, Any]:
         names = ("loss", "accuracy")

@@ -36,9 +36,9 @@ def words_of_others(prompts, completions, *, transcript, **_):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Four steps, of which the checker's policy may learn nothing."""
+    """Two steps, of which the checker's policy may learn nothing."""
     folder = tmp_path_factory.mktemp("agents")
-    changes = {"steps": 4, "agents.options.checker.learner.learning_rate": 0.0}
+    changes = {"steps": 2, "agents.options.checker.learner.learning_rate": 0.0}
     agents = Agents(config(folder, **changes), rewards={"solver": letters, "checker": words_of_others})
     before = {name: agent.parts.initial_params["embed"]["embedding"] + 0 for name, agent in agents.agents.items()}
     seen = []
@@ -63,10 +63,18 @@ def test_each_agent_sees_what_was_said_before_and_speaks_for_itself(run):
         assert c.messages[-1]["content"] == f"checker: {talk.turns[1]['content']}"
 
 
+def test_rewards_that_render_prompts_anew_know_who_said_what(run):
+    _, agents, _, _, seen = run
+    for name, agent in agents.agents.items():
+        prompts = next(spoken[-1][0] for n, spoken, _ in reversed(seen) if n == name)
+        assert all(agent.parts.chats.of(p.text) == p.messages for p in prompts)
+        assert ("assistant" in [m["role"] for m in prompts[0].messages]) == (name == "solver")
+
+
 def test_each_learns_from_its_own_words_by_its_own_reward(run):
     folder, agents, before, result, seen = run
     rows = {name: lines(folder / name / "samples.jsonl") for name in agents.agents}
-    assert len(rows["solver"]) == 2 * len(rows["checker"]) == 4 * 4 * 2
+    assert len(rows["solver"]) == 2 * len(rows["checker"]) == 2 * 4 * 2
     _, _, talks = next(x for x in seen if x[0] == "checker" and len(x[2]) == 4)
     assert [r["reward"] for r in rows["checker"][:4]] == [len(talk.turns[0]["content"]) for talk in talks]
     # The two things that the solver said in an episode get one reward: that of the second.
@@ -74,11 +82,11 @@ def test_each_learns_from_its_own_words_by_its_own_reward(run):
     assert [r["reward"] for r in rows["solver"][:8]] == wanted + wanted and len(set(wanted)) > 1
     assert [r["completion"] for r in rows["solver"][:4]] == [talk.turns[0]["content"] for talk in talks]
     last = {name: lines(folder / name / "metrics.jsonl")[-2] for name in agents.agents}
-    assert result.keys() == agents.agents.keys() and all(r["steps"] == 4 for r in result.values())
+    assert result.keys() == agents.agents.keys() and all(r["steps"] == 2 for r in result.values())
     for name, agent in agents.agents.items():
         step, states, _ = agent.run.checkpoints.restore(agent.run.abstract_states())
         moved = float(np.abs(states["policy"].params["embed"]["embedding"] - before[name]).max())
-        assert step == 4 and (moved > 0) == (name == "solver"), name
+        assert step == 2 and (moved > 0) == (name == "solver"), name
         assert last[name]["critic/vf_explained_var"] <= 1 and last[name]["actor/grad_norm"] > 0
 
 
@@ -102,9 +110,9 @@ def test_a_resumed_run_is_the_unbroken_one(run, tmp_path):
     changes = {"agents.options.checker.learner.learning_rate": 0.0}
     Agents(config(tmp_path, steps=2, **changes), rewards=rewards).train()
     (tmp_path / "solver" / "checkpoints" / "2").rename(tmp_path / "lost")  # killed between the saves of the two
-    Agents(config(tmp_path, steps=4, resume=True, **changes), rewards=rewards).train()
+    Agents(config(tmp_path, steps=2, resume=True, **changes), rewards=rewards).train()
     for name in agents.agents:
-        assert_same_runs(folder / name, tmp_path / name, 4)
+        assert_same_runs(folder / name, tmp_path / name, 2)
 
 
 def test_a_long_conversation_is_cut_where_it_is_longest():

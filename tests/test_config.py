@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from jrl import config as config_lib
-from jrl.config import default_config, flatten, load, override, parse_arg, validate, with_python_data
+from jrl.config import choose_pieces, default_config, flatten, load, override, parse_arg, validate, with_python_data
 from jrl.config_keys import KEYS
 from jrl.errors import UserError
 
@@ -225,7 +225,20 @@ BAD = [
     ("data.repeats", True, {"stage": "sft"}),
     ("plan", "auto", {"stage": "sft"}),
     ("reward.model.path", "x/hf", {}),
+    ("reward.mesh.data", 2, {f"reward__mesh__{a}": 1 for a in ("fsdp", "context", "tensor")} | {"learner__mesh__fsdp": 2}),
     ("reward.judge.url", "http://x/v1", {}),
+    ("reward.judge.parallel", 2, {}),
+    ("reward.remote.batch_size", 2, {}),
+    ("reward.sandbox.wall_s", 1.0, {}),
+    ("reward.pattern", "x", {}),
+    ("reward.length_free", 9, {}),
+    ("reward.judge.url", "http://x/v1", {"stage": "sft"}),
+    ("reference.memory", "pinned_host", {"stage": "dpo"}),
+    ("critic.optimizer_memory", "pinned_host", {"stage": "sft"}),
+    ("agents.turns", "a,b", {"stage": "sft"}),
+    ("agents.options", {"a": {"seed": 1}}, {"stage": "sft"}),
+    ("data.examples_per_step", 8, {}),
+    ("data.max_tokens", 99, {}),
 ]
 
 
@@ -271,6 +284,9 @@ def test_values_that_cannot_run_name_the_key(name, value, others):
         {"stage": "reward_model", "reward_model__centre_coef": 0.1},
         {"reward__model__path": "x/hf", "reward__functions": "last_number, reward_model*0.5"},
         {"reward__judge__url": "http://x/v1", "reward__judge__model": "m", "reward__functions": "judge"},
+        {"reward__functions": "last_number, length_penalty*0.1", "reward__length_free": 9},
+        {"reward__functions": "python_tests", "reward__sandbox__wall_s": 1.0},
+        {"data__max_tokens": 99, "data__examples_per_step": 8, "stage": "sft"},
     ],
 )
 def test_neighbours_of_the_refused_values_pass(good):
@@ -286,6 +302,16 @@ def test_conflicts_say_why_and_what_to_give():
     assert "give checkpoint.every_steps" in message(validate, complete(**best))
     assert "give a divisor of 6" in message(validate, complete(checkpoint__every_steps=6, eval__every_steps=4, **best))
     assert message(validate, complete(eval__every_steps=5)).endswith("give data.eval or data.eval_size, or eval.every_steps=0")
+
+
+def test_a_critics_memory_needs_a_critic():
+    def with_values(values):
+        return values
+
+    for chosen, algorithm in (({}, "ppo"), ({"advantage": with_values}, "grpo")):
+        choose_pieces(complete(critic__optimizer_memory="pinned_host", algorithm__name=algorithm), **chosen)
+    text = message(choose_pieces, complete(critic__optimizer_memory="pinned_host"))
+    assert text.startswith("config.critic.optimizer_memory='pinned_host': there is no critic")
 
 
 def test_data_handed_over_in_python_are_data_to_evaluate_on():

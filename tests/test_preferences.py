@@ -3,27 +3,30 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jrl import UserError
+from jrl.agents import Agents
 from jrl.algorithms import preference
 from jrl.algorithms.presets import PREFERENCE_LOSSES
 from jrl.config import load, with_preset
 from jrl.data.chats import Renderer, assemble
 from jrl.data.records import Columns
-from jrl.learner import Learner
+from jrl.learner import Forward, Learner
 from jrl.models import decoder
 from jrl.models.load import RANDOM, byte_tokenizer, open_model
 from jrl.plan import make_plan
+from jrl.rewards.model import Chats, ModelReward
 from jrl.sharding.layout import Layout
 from jrl.sharding.show import picture
 from jrl.stages import Known, stage_of
 from tests import dense
 from tests.learners import assert_same_update, make_learner, make_params, one_device
-from tests.runs import ROOT, TINY, a_run, digests, trained
+from tests.runs import QUIET, ROOT, TINY, a_run, digests, lines, trained
 from tests.stage_runs import a_stage_run, labelled, pairs, steps, stop_after
 
 ARCH = dataclasses.replace(RANDOM["tiny"], family="qwen2", qkv_bias=True)
@@ -197,6 +200,39 @@ def test_a_process_reward_model_learns_which_steps_are_right(tmp_path, data):
     assert summary["loss_before"] == pytest.approx(np.log(2), abs=1e-5) and summary["loss_after"] < 0.4
 
 
+def test_a_process_reward_model_scores_a_response_by_its_least_likely_step(tmp_path, data):
+    changes = {"reward_model__of": "steps", "reward_model__centre_coef": 0.0, "checkpoint__every_steps": 0}
+    trainer = run("reward_model", tmp_path / "run", data["steps"], **changes)
+    params = decoder.critic_from_policy(trainer.parts.arch, make_params(arch=trainer.parts.arch), bias=False)
+    params["value"]["kernel"] = jax.random.normal(jax.random.key(7), params["value"]["kernel"].shape) / 4
+    trainer.run.export(tmp_path / "hf", {"policy": SimpleNamespace(params=params)})
+    assert open_model(str(tmp_path / "hf")).scores == "steps"
+    forward = lambda arch, layout: Forward(arch, layout, np.float32, "full", 1.0, 1024)  # noqa: E731
+    it = ModelReward(str(tmp_path / "hf"), one_device(), forward, 4096, Chats())
+    it.load()
+    completions = ["one\n\n  two \n x", "b\na", " \n", "x", "b\na\n"]
+    scores, failures = it.run(["q?"] * 5, completions, {}, 1.0)
+    exact, tokenizer, expected = dense.float64(params), byte_tokenizer(), []
+    (newline,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    for steps_said in (["one", "  two ", " x"], ["b", "a"], [], ["x"], ["b", "a"]):
+        prompt = "<|im_start|>user\nq?<|im_end|>\n<|im_start|>assistant\n"
+        tokens = np.array(tokenizer(prompt + "".join(f"{s}\n" for s in steps_said), add_special_tokens=False)["input_ids"])
+        values = dense.hidden(trainer.parts.arch, exact["backbone"], tokens) @ exact["value"]["kernel"]
+        ends = np.flatnonzero(tokens == newline)[3:]  # those before are of the template
+        assert len(ends) == len(steps_said)
+        expected.append(1 / (1 + np.exp(-values[ends, 0])))
+    np.testing.assert_allclose(scores, [min(s, default=0) for s in expected], atol=1e-4)
+    assert not failures and any(s[-1] > min(s) + 0.01 for s in expected if len(s))  # the least is not simply the last
+
+
+def test_what_scores_reads_conversations_as_it_was_trained_to(tmp_path, data):
+    for use in (True, False):
+        trainer = run("reward_model", tmp_path / "run", data["pairs"], data__use_chat_template=use)
+        trainer.run.export(tmp_path / f"hf {use}", {"policy": SimpleNamespace(params=trainer.parts.initial_params)})
+        found = open_model(str(tmp_path / f"hf {use}"))
+        assert found.scores == "answers" and bool(found.tokenizer.chat_template) is use
+
+
 @pytest.fixture(scope="module")
 def rewarded(tmp_path_factory, data):
     """A finished run of a reward model."""
@@ -286,14 +322,42 @@ def test_rl_scores_with_the_reward_model_what_its_own_template_renders(rewarded,
     assert long.valid.tolist() == [False, True] and long.failures == {"reward_model/error": 1}
 
 
+@pytest.mark.slow
+def test_an_agent_is_scored_on_the_conversation_that_it_saw(rewarded, tmp_path):
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    own = str(rewarded[0] / "hf")
+    options = {"reward": {"functions": "reward_model", "model": {"path": own}}}
+    changes = QUIET | {"run_dir": str(tmp_path), "agents.options": {"solver": options}, "steps": 1, "data.eval_size": 0}
+    agents = Agents(load(f"{ROOT}/configs/agents.py", changes | {"checkpoint.every_steps": 0}))
+    seen, original = [], agents.scored
+    agents.scored = lambda name, said, talks: seen.append((name, said)) or original(name, said, talks)
+    agents.train()
+    (prompts, _) = next(said for name, said in seen if name == "solver")[-1]
+    rows = lines(tmp_path / "solver" / "samples.jsonl")[len(prompts) :]  # of the second thing that it said
+    tokenizer, model = AutoTokenizer.from_pretrained(own), AutoModelForSequenceClassification.from_pretrained(own).eval()
+    for prompt, row in zip(prompts, rows, strict=True):
+        chat = [*prompt.messages, {"role": "assistant", "content": row["completion"]}]
+        assert [m["role"] for m in chat] == ["user", "assistant", "user", "assistant"]
+        text = tokenizer.apply_chat_template(chat, tokenize=False).removesuffix("\n")
+        with torch.no_grad():
+            (score,) = model(torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])).logits[0]
+        assert row["reward"] == pytest.approx(score.item(), abs=1e-4)
+    assert len({row["reward"] for row in rows}) > 4
+
+
 def test_mistakes_with_reward_models_are_told_before_any_work(rewarded, tmp_path):
     folder = rewarded[0]
     with pytest.raises(UserError, match="config.reward.model.path='': reward.functions names reward_model; give"):
         a_run(tmp_path / "run", reward__functions="reward_model")
-    with pytest.raises(UserError, match="config.reward.model.path=.*nothing asks it"):
+    with pytest.raises(UserError, match="config.reward.model.path=.*reward_model alone reads it"):
         a_run(tmp_path / "run", reward__model__path=str(folder / "hf"))
     with pytest.raises(UserError, match="config.reward.model.path=random:tiny: is a language model"):
         a_run(tmp_path / "run", reward__model__path="random:tiny", reward__functions="reward_model")
+    with pytest.raises(UserError, match="config.reward.model.path=.*a Python function is the reward"):
+        changes = {"reward__model__path": str(folder / "hf"), "reward__functions": "reward_model"}
+        a_run(tmp_path / "run", options={"reward": lambda prompts, completions, **_: 0}, **changes)
     with pytest.raises(UserError, match="is a reward model, which writes no text"):
         a_run(tmp_path / "run", model__path=str(folder / "hf"))
     tiny = load(TINY, {"reward.model.path": str(folder / "hf"), "reward.functions": "reward_model"})

@@ -151,6 +151,7 @@ def test_the_export_is_the_trained_model_and_the_loss_is_that_of_transformers(fi
     assert summary["loss_after"] == pytest.approx(np.mean(losses), abs=1e-4)
 
 
+@pytest.mark.slow  # as one of dpo, by default
 def test_a_resumed_run_is_the_unbroken_one(tmp_path, chats):
     run(tmp_path / "whole", chats).train()
     first = run(tmp_path / "parts", chats)

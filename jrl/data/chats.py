@@ -194,15 +194,30 @@ def _in_common(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
+def steps_of(text: str) -> tuple[str, ...]:
+    """The steps of an answer: its lines, without those that are blank."""
+    return tuple(line for line in text.split(STEP_END) if line.strip())
+
+
 def encode_steps(record: Record, renderer: Renderer) -> Item:
-    """An answer in steps, tokenized one by one, so that the last token of each is known; scores stand after these."""
+    """An answer in steps, tokenized one by one, so that the last token of each is known; scores stand after these.
+
+    Raises:
+      UserError: a step of several lines, which nobody would find again in a response.
+    """
+    for step in record.facts["steps"]:
+        if steps_of(step) != (step,):
+            raise UserError(
+                f"{record.where}: the step {step[:60]!r} has a line break; a line is a step where responses are scored, so give"
+                " a step for each line, or one line for the step"
+            )
     pieces = [renderer.prompt_tokens(record.where, record.prompt)]
     pieces += [renderer.tokens(step + STEP_END) for step in record.facts["steps"]]
     ends = np.cumsum([len(piece) for piece in pieces])
     tokens = np.concatenate(pieces)
     answer = Encoded(tokens, np.arange(len(tokens)) >= ends[0], int(ends[0]))
     sequence = scored(answer, ends[1:])
-    return _item((sequence,), {"labels": record.facts["labels"]})
+    return _item((sequence,), {name: value for name, value in record.facts.items() if name != "steps"})
 
 
 def scored(sequence: Encoded, places: Sequence[int] | np.ndarray) -> Encoded:

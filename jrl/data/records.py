@@ -106,7 +106,7 @@ class Columns:
         numbers = [_number(where, "labels", label) for label in labels]
         if not all(0 <= n <= 1 for n in numbers):
             raise UserError(f"{where}: labels={labels!r}: must be from 0 (wrong) to 1 (right)")
-        return Record(where, prompt, (), {"steps": tuple(steps), "labels": tuple(numbers)})
+        return Record(where, prompt, (), {"steps": tuple(step.strip("\n") for step in steps), "labels": tuple(numbers)})
 
     def _prompt(self, where: str, row: Mapping[str, Any], other: str = "") -> Chat:
         key = next((key for key in self._prompt_keys if key in row), None)

@@ -16,6 +16,7 @@ from jrl.models.decoder import Decoder, Params, RewardModel, abstract_params
 from jrl.models.names import tensors
 
 SHARD_BYTES = 2 << 30
+OF_STEPS = {"score_of": "steps"}  # in config.json, where each step of an answer has a score, not the whole
 
 
 def read_config(directory: pathlib.Path) -> dict[str, Any]:
@@ -64,18 +65,18 @@ def load_hf(directory: str | pathlib.Path, arch: Arch, layout: Any = None, score
     return assemble(arch, "hf", read, layout, scores)
 
 
-def scores_of(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of a model that puts out a score: a sequence classifier with one label.
+def scores_of(config: dict[str, Any]) -> str:
+    """What has a score by the model of a config.json: "answers" or "steps"; "" unless it is a classifier with one label.
 
     Raises:
       UserError: a classifier with several labels.
     """
     if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
-        return False
+        return ""
     labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
     if labels != 1:
         raise UserError(f"config.json: a classifier of {labels} labels has no single score; a reward model has num_labels=1")
-    return True
+    return "steps" if OF_STEPS.items() <= config.items() else "answers"
 
 
 def _expected(arch: Arch, scores: bool) -> dict[str, list[int]]:
@@ -107,9 +108,13 @@ def _check_shapes(directory: pathlib.Path, arch: Arch, shape_of, scores: bool) -
 
 
 def save_hf(
-    directory: str | pathlib.Path, arch: Arch, params: Params, tokenizer: Any = None, eos_ids: tuple[int, ...] = ()
-) -> None:
+    directory: str | pathlib.Path, arch: Arch, params: Params, tokenizer: Any = None, eos_ids: tuple[int, ...] = (),
+    of_steps: bool = False,
+) -> None:  # fmt: skip
     """Writes config, weights in files of at most 2 GiB, generation config and tokenizer.
+
+    Args:
+      of_steps: the parameters are of a `RewardModel` that scores steps; `scores_of` reads it back.
 
     Parameters of a `RewardModel` become a sequence classifier with one label. It scores batches of several rows only if the
     tokenizer pads with a token that ends no sequence: `transformers` looks for the last one that is no padding.
@@ -126,6 +131,7 @@ def save_hf(
         pad = getattr(tokenizer, "pad_token_id", None)
         pad = None if pad in eos_ids else pad
         config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": pad}
+        config |= OF_STEPS if of_steps else {}
     if eos_ids:
         ids = list(eos_ids) if len(eos_ids) > 1 else eos_ids[0]
         config["eos_token_id"] = ids

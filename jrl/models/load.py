@@ -52,7 +52,7 @@ class OpenModel:
     tokenizer: Any  # of `transformers`
     eos_ids: tuple[int, ...]  # every id that ends a response
     where: pathlib.Path | None  # None: random weights
-    scores: bool = False  # it is a reward model: it puts out a score in place of tokens
+    scores: str = ""  # of a reward model, which puts out scores in place of tokens: of "answers" or of "steps"
 
     def load(self, layout: Any = None, seed: int = 0) -> LoadedModel:
         """Reads the weights.
@@ -66,7 +66,7 @@ class OpenModel:
         elif self.where.suffix == ".gguf":
             params = gguf.load_gguf(str(self.where), layout)
         else:
-            params = hf.load_hf(self.where, self.arch, layout, self.scores)
+            params = hf.load_hf(self.where, self.arch, layout, bool(self.scores))
         return LoadedModel(self.arch, params, self.tokenizer, self.eos_ids)
 
 

@@ -1,8 +1,9 @@
 """A generative judge as a reward: `judge` in `reward.functions`, an OpenAI-compatible server in `reward.judge.url`.
 
 Each sample is one chat completion at temperature 0: `reward.judge.template` with the prompt, the response and the reference
-answer in it. The score is what the one group of `reward.judge.pattern` finds, in the last place where it matches, as a judge
-that thinks aloud names other numbers first. A reply without a score masks the sample, and so does a server that fails or is late.
+answer in it; of a prompt of several messages it is told who said which. The score is what the one group of
+`reward.judge.pattern` finds, in the last place where it matches, as a judge that thinks aloud names other numbers first. A reply
+without a score masks the sample, and so does a server that fails or is late.
 """
 
 import json
@@ -57,7 +58,8 @@ class Judge(Service):
         return [self._ask(until, *sample) for sample in zip(prompts, completions, answers, strict=True)]
 
     def _ask(self, until: float, prompt: str, completion: str, answer: Any) -> float:
-        asked = "\n\n".join(m["content"] for m in self._chats.of(prompt) if m["role"] != "system")
+        said = [m for m in self._chats.of(prompt) if m["role"] != "system"]
+        asked = "\n\n".join(m["content"] if len(said) == 1 else f"{m['role']}: {m['content']}" for m in said)
         parts = {"prompt": asked, "completion": completion, "answer": str(answer)}
         # In one go: what stands in the sample is not looked through for places again.
         text = _PLACES.sub(lambda place: parts[place[1]], self._template)

@@ -3,6 +3,11 @@
 It may be another family of another tokenizer than the policy, so what it reads is the conversation as text, rendered anew with
 its own chat template; the policy's end of turn is not copied, a response that was cut off is read as if it had ended. Its
 mesh is `reward.mesh`. No deadline holds for it: it works on this run's own devices.
+
+A process reward model, which its config.json says it is, scores each line of a response as it scored steps in training, and the
+reward is the probability that the least likely of them is right, as in Math-Shepherd (arXiv:2312.08935). The product of all, by
+which "Let's Verify Step by Step" (arXiv:2305.20050) ranks solutions, falls with each further step, so that a policy would learn
+to take few. A response without a step gets 0.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.data.chats import Item, Renderer, assemble, encode_scored
+from jrl.data.chats import Encoded, Item, Renderer, assemble, encode_scored, encode_steps, steps_of
 from jrl.data.records import Record
 from jrl.data.sources import Message
 from jrl.errors import UserError
@@ -30,15 +35,16 @@ class Chats:
     def __init__(self) -> None:
         self._messages: dict[str, tuple[Message, ...]] = {}
 
-    def add(self, prompts: Sequence[Any]) -> None:
-        """
+    def hold(self, prompts: Sequence[Any]) -> None:
+        """Those of these prompts, in place of any before.
+
         Args:
           prompts: `jrl.data.Prompt`s.
         """
-        self._messages |= {prompt.text: prompt.messages for prompt in prompts}
+        self._messages = {prompt.text: prompt.messages for prompt in prompts}
 
     def of(self, text: str) -> tuple[Message, ...]:
-        """A text that was not added is one message of the user."""
+        """A text that is not of these prompts is one message of the user."""
         return self._messages.get(text, ({"role": "user", "content": text},))
 
 
@@ -74,7 +80,7 @@ class ModelReward:
         for prompt in dict.fromkeys(prompts):
             mine = [n for n, other in enumerate(prompts) if other == prompt]
             try:
-                sequences = self._encode(prompt, [completions[n] for n in mine]).sequences
+                sequences = self._encode(prompt, [completions[n] for n in mine])
             except UserError as error:
                 why = str(error)
                 continue
@@ -92,15 +98,23 @@ class ModelReward:
     def misfit(self, columns: Collection[str]) -> str:
         return ""
 
-    def _encode(self, prompt: str, completions: Sequence[str]) -> Item:
-        asked = self._chats.of(prompt)
+    def _encode(self, prompt: str, completions: Sequence[str]) -> tuple[Encoded, ...]:
+        # An empty system message stands there for the policy's template alone.
+        asked = tuple(m for m in self._chats.of(prompt) if m["role"] != "system" or m["content"])
+        if self._found.scores == "steps":
+            records = (Record("sample", asked, (), {"steps": steps_of(text)}) for text in completions)
+            return tuple(s for record in records for s in encode_steps(record, self._renderer).sequences)
         chats = tuple((*asked, {"role": "assistant", "content": text}) for text in completions)
-        return encode_scored(Record("sample", asked, chats, {}), self._renderer)
+        return encode_scored(Record("sample", asked, chats, {}), self._renderer).sequences
 
     def _scores(self, items: list[Item]) -> np.ndarray:
         longest = max(len(s.tokens) for item in items for s in item.sequences)
         sequences = assemble(items, bucket(longest, LENGTH_STEP))
-        return np.sum(self.learner.run("values", self._params, sequences)[0], axis=1, where=sequences.loss_mask)
+        scores, places = self.learner.run("values", self._params, sequences)[0], sequences.loss_mask
+        if self._found.scores == "answers":
+            return np.sum(scores, axis=1, where=places)
+        least = np.min(scores, axis=1, where=places, initial=np.inf)
+        return np.where(places.any(axis=1), (1 + np.tanh(least / 2)) / 2, 0.0)  # the sigmoid, written so that nothing overflows
 
 
 def open_reward_model(path: str) -> OpenModel:
@@ -112,7 +126,8 @@ def open_reward_model(path: str) -> OpenModel:
     try:
         found = open_model(path)
     except UserError as error:
-        raise UserError(f"config.reward.{str(error).removeprefix('config.')}") from None
+        told = str(error).removeprefix("config.").removeprefix(f"model.path={path}: ")
+        raise UserError(f"config.reward.model.path={path}: {told}") from None
     if not found.scores:
         raise UserError(
             f"config.reward.model.path={path}: is a language model, which has no score; train one on pairs with"

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jrl.data.chats import Renderer, assemble, encode_conversations, encode_scored, fitting
+from jrl.data.chats import Renderer, assemble, encode_conversations, encode_scored, encode_steps, fitting, steps_of
 from jrl.data.records import Columns, load_records
 from jrl.errors import UserError
 from jrl.models.load import byte_tokenizer
@@ -141,12 +141,26 @@ def test_columns_become_conversations():
         ("labelled", {"prompt": "q", "completion": "a", "label": 3}, "f line 3: label=3; must be true or false"),
         ("labelled", {"prompt": " ", "completion": "a", "label": 1}, "f line 3: prompt is empty"),
         ("stepwise", {"prompt": "q", "steps": ["a", "b"], "labels": [1]}, "f line 3: labels=\\[1\\] is no list of 2 numbers"),
+        (
+            "stepwise",
+            {"prompt": "q", "steps": ["a", " \n"], "labels": [1, 1]},
+            "f line 3: steps=\\['a', ' .* is no list of texts",
+        ),
         ("stepwise", {"prompt": "q", "steps": ["a"], "labels": [7]}, "f line 3: labels=\\[7\\]: must be from 0"),
     ],
 )
 def test_mistakes_name_row_and_column(method, row, part):
     with pytest.raises(UserError, match=f"^{part}"):
         getattr(COLUMNS, method)("f line 3", row)
+
+
+def test_a_step_is_one_line():
+    rows = {"prompt": "q", "steps": ["a\n", "b"], "labels": [1, 0]}
+    (sequence,) = encode_steps(COLUMNS.stepwise("r", rows), renderer()).sequences
+    assert renderer().tokenizer.decode(sequence.tokens[sequence.prompt_len : -1]) == "a\nb\n" and sequence.mask.sum() == 2
+    with pytest.raises(UserError, match=r"f line 3: the step 'a\\n\\nb' has a line break"):
+        encode_steps(COLUMNS.stepwise("f line 3", rows | {"steps": ["a\n\nb"], "labels": [1]}), renderer())
+    assert steps_of("a\n\n  \n b\n") == ("a", " b") and steps_of(" \n") == ()
 
 
 def test_held_out_rows_share_no_prompt_with_the_others_though_prompts_repeat():

@@ -28,7 +28,7 @@ def options(url, **changes):
 
 def manager(url, timeout_s=10.0, **changes):
     chats = Chats()
-    chats.add(PROMPTS)
+    chats.hold(PROMPTS)
     return RewardManager([("judge", judge(options(url, **changes), chats), 1.0)], timeout_s)
 
 
@@ -56,6 +56,17 @@ def test_the_template_is_filled_in_once_and_the_last_score_counts(service, monke
     assert result.parts["judge"][1] == len("Q 2 + 2 = {completion}? R four A 4") + 0.5  # in the order of the samples
     assert {k: bodies[0][k] for k in ("model", "max_tokens", "temperature")} == {"model": "m", "max_tokens": 7, "temperature": 0}
     assert all(headers["Authorization"] == "Bearer sesame" for _, headers in service.seen)
+
+
+def test_of_a_prompt_of_several_messages_the_judge_is_told_who_said_which(service):
+    service.reply = lambda body: says("Score: 1")
+    talk = (*QUESTION, {"role": "assistant", "content": "5"}, {"role": "user", "content": "Sure?"})
+    chats = Chats()
+    chats.hold([Prompt((1,), "<rendered>", talk, None, {}, "u")])
+    it = RewardManager([("judge", judge(options(url_of(service), template="{prompt}|{completion}"), chats), 1.0)], 10.0)
+    assert it.score(["<rendered>"], ["4"], {}).valid.all()
+    ((body, _),) = service.seen
+    assert body["messages"][0]["content"] == "user: 2 + 2 = {completion}?\n\nassistant: 5\n\nuser: Sure?|4"
 
 
 @pytest.mark.parametrize(

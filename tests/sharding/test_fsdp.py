@@ -36,10 +36,13 @@ def received(text, **wanted):
     return found
 
 
+def large_collectives(layout, arch):
+    return received(compiled(make_learner(layout, arch, logit_chunk=CHUNK), SIZES)[1])
+
+
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_layers_weights_are_gathered_in_its_turn_and_the_heads_once(tied, monkeypatch):
+def test_a_layers_weights_are_gathered_in_its_turn_and_the_heads_once(tied):
     arch, layout = dataclasses.replace(WIDE, tie_embeddings=tied), Layout.train({"fsdp": 8})
-    learner = make_learner(layout, arch, logit_chunk=CHUNK)
     layer, head = matrices(arch, layout, 4)
     rows = (96 + 3 * 64) * arch.hidden_size * 4  # of the embedding, for one shard's tokens
     times = arch.num_layers
@@ -50,13 +53,17 @@ def test_a_layers_weights_are_gathered_in_its_turn_and_the_heads_once(tied, monk
         ("reduce-scatter", 1): head * 7 // 8,
         ("all-to-all", 1): 2 * rows * 7 // 8,
     }
-    found = received(compiled(learner, SIZES)[1])
+    found = large_collectives(layout, arch)
     assert found.keys() == expected.keys()
     assert all(abs(found[key] - n) <= 0.02 * n for key, n in expected.items()), (found, expected)
-    if not tied:  # Control: what the partitioner does by itself gathers the head once per chunk.
-        monkeypatch.setattr(Forward, "_split", lambda self: None)
-        alone = received(compiled(make_learner(layout, arch, logit_chunk=CHUNK), SIZES)[1])
-        assert alone.get(("all-gather", 2), 0) > head // 2 or alone.get(("all-reduce", 2), 0) > head // 2, alone
+
+
+@pytest.mark.slow
+def test_the_partitioner_by_itself_gathers_the_head_for_each_chunk(monkeypatch):
+    monkeypatch.setattr(Forward, "_split", lambda self: None)
+    layout = Layout.train({"fsdp": 8})
+    alone, (_, head) = large_collectives(layout, WIDE), matrices(WIDE, layout, 4)
+    assert alone.get(("all-gather", 2), 0) > head // 2 or alone.get(("all-reduce", 2), 0) > head // 2, alone
 
 
 # Programs of a chip that is not there are written to the compilation cache, but cannot be read back.
