@@ -60,7 +60,7 @@ def test_a_problem_without_a_right_sample_lends_its_worked_answer(script):
 
 
 @pytest.mark.slow
-def test_the_stages_follow_each_other_and_are_not_done_twice(tmp_path):
+def test_the_stages_follow_each_other_and_are_not_done_twice(script, tmp_path):
     runs, out = tmp_path / "runs", tmp_path / "out"
     command = [sys.executable, SCRIPT, "--tiny", f"--runs={runs}", f"--out={out}"]
 
@@ -80,8 +80,10 @@ def test_the_stages_follow_each_other_and_are_not_done_twice(tmp_path):
     assert {keys[s]["model.path"] for s in ("pairs", "reward_model", "ppo", "ppo_verifier")} == {f"{runs}/sft/hf"}
     assert keys["ppo"]["reward.model.path"] == f"{runs}/reward_model/hf"
 
-    pairs, taught = list(jsonl.read(runs / "pairs.jsonl")), {row["question"] for row in jsonl.read(runs / "examples.jsonl")}
-    assert pairs and not taught & {row["prompt"] for row in pairs}
+    _, held_out = script.load_data(script.load(f"{SCRIPT.replace('run.py', 'config.py')}:stage=base,tiny", {}), None, None)
+    pairs, examples = (list(jsonl.read(runs / f"{name}.jsonl")) for name in ("pairs", "examples"))
+    seen = {row["prompt"] for row in pairs} | {row["question"] for row in examples}
+    assert pairs and examples and held_out and not seen & {example.question for example in held_out}
     for row in pairs:
         right = value(re.search("[0-9].*[0-9]", row["prompt"])[0])
         assert numbers(row["chosen"])[-1:] == [right] != numbers(row["rejected"])[-1:]

@@ -30,7 +30,7 @@ from jrl.types import Batch
 HERE = pathlib.Path(__file__).parent
 STAGES = ("base", "sft", "pairs", "reward_model", "ppo", "ppo_verifier")  # see config.py
 TRAINED = {"sft", "reward_model", "ppo", "ppo_verifier"}
-EXAMPLES, ASKED = 128, 112  # training problems with worked answers; others, to sample pairs from
+EXAMPLES, ASKED = 128, 112  # training problems with worked answers; to sample pairs for
 SAMPLES, PAIRS_EACH = 8, 3  # of each of those
 
 
@@ -86,10 +86,8 @@ class Stages:
         write(self.runs / "examples.jsonl", rows)
 
     def sample_pairs(self, trainer: Trainer) -> dict:
-        """Pairs from samples for training problems of which sft has not seen the answers; returns what they are made of."""
-        taught = {row["question"] for row in jsonl.read(self.runs / "examples.jsonl")}
-        others = {p.uid: p for p in trainer.parts.train_prompts if p.columns["question"] not in taught}
-        prompts = list(others.values())[:ASKED]
+        """Pairs from samples for training problems, each once in the order in which they were drawn; returns what they are."""
+        prompts = list({p.uid: p for p in trainer.parts.train_prompts}.values())[:ASKED]
         batch = trainer.score(prompts, trainer.generate(prompts, SAMPLES))
         rows, lent = [], 0
         for i, prompt in enumerate(prompts):
