@@ -81,10 +81,11 @@ def test_the_stages_follow_each_other_and_are_not_done_twice(script, tmp_path):
     assert keys["ppo"]["reward.model.path"] == f"{runs}/reward_model/hf"
 
     _, held_out = script.load_data(script.load(f"{SCRIPT.replace('run.py', 'config.py')}:stage=base,tiny", {}), None, None)
-    pairs, examples = (list(jsonl.read(runs / f"{name}.jsonl")) for name in ("pairs", "examples"))
-    seen = {row["prompt"] for row in pairs} | {row["question"] for row in examples}
-    assert pairs and examples and held_out and not seen & {example.question for example in held_out}
-    for row in pairs:
+    pairs, others, examples = (list(jsonl.read(runs / f"{name}.jsonl")) for name in ("pairs", "pairs_held_out", "examples"))
+    seen = {row["prompt"] for row in pairs + others} | {row["question"] for row in examples}
+    assert examples and held_out and not seen & {example.question for example in held_out}
+    assert pairs and others and not {row["prompt"] for row in pairs} & {row["prompt"] for row in others}
+    for row in pairs + others:
         right = value(re.search("[0-9].*[0-9]", row["prompt"])[0])
         assert numbers(row["chosen"])[-1:] == [right] != numbers(row["rejected"])[-1:]
 

@@ -58,8 +58,7 @@ def sft(c, runs):
 def reward_model(c, runs):
     c.stage = "reward_model"
     c.steps = 24
-    c.data.train = f"{runs}/pairs.jsonl"
-    c.data.eval_size = 64
+    c.data.train, c.data.eval = f"{runs}/pairs.jsonl", f"{runs}/pairs_held_out.jsonl"
     c.data.examples_per_step = 16
     c.data.max_tokens = 128
     c.reward_model.centre_coef = 0.01
@@ -111,9 +110,8 @@ def tiny(c):
     c.steps = 2
     c.data.max_tokens = 384
     c.data.max_prompt_tokens = 384
-    c.data.eval_size = 8
     c.critic.policy_delay_steps = 0
     if c.stage == "rl":
-        c.data.train_size = 400
+        c.data.train_size, c.data.eval_size = 400, 8
         c.rollout.prompts_per_step, c.rollout.group_size = 4, 4
         c.eval.samples = 1

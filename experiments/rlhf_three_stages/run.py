@@ -30,7 +30,8 @@ from jrl.types import Batch
 HERE = pathlib.Path(__file__).parent
 STAGES = ("base", "sft", "pairs", "reward_model", "ppo", "ppo_verifier")  # see config.py
 TRAINED = {"sft", "reward_model", "ppo", "ppo_verifier"}
-EXAMPLES, ASKED = 128, 112  # training problems with worked answers; to sample pairs for
+EXAMPLES = 128  # training problems with worked answers
+ASKED, HELD_OUT = 112, 24  # training problems to sample pairs for, of which the last ones are held out of the reward model's
 SAMPLES, PAIRS_EACH = 8, 3  # of each of those
 
 
@@ -89,14 +90,16 @@ class Stages:
         """Pairs from samples for training problems, each once in the order in which they were drawn; returns what they are."""
         prompts = list({p.uid: p for p in trainer.parts.train_prompts}.values())[:ASKED]
         batch = trainer.score(prompts, trainer.generate(prompts, SAMPLES))
-        rows, lent = [], 0
+        splits: dict[str, list[dict]] = {"pairs": [], "pairs_held_out": []}
+        lent = 0
         for i, prompt in enumerate(prompts):
             new, borrowed = pairs_of(prompt, batch, batch.rollout.prompt_index == i)
-            rows += new
+            splits["pairs" if i < len(prompts) - HELD_OUT else "pairs_held_out"] += new
             lent += len(new) * borrowed
-        write(self.runs / "pairs.jsonl", rows)
-        right = float(batch.reward_parts["last_number"].mean())
-        return {"problems": len(prompts), "samples_right": right, "pairs": len(rows), "pairs_with_worked_answer": lent}
+        for name, rows in splits.items():
+            write(self.runs / f"{name}.jsonl", rows)
+        facts = {"problems": len(prompts), "samples_right": float(batch.reward_parts["last_number"].mean())}
+        return facts | {name: len(rows) for name, rows in splits.items()} | {"pairs_with_worked_answer": lent}
 
 
 def pairs_of(prompt: Prompt, batch: Batch, mine: np.ndarray) -> tuple[list[dict], bool]:
@@ -148,7 +151,8 @@ def table(result: dict) -> str:
         sft = result["sft"]
         loss = f"held-out loss {sft['loss_before']:.2f} to {sft['loss_after']:.2f}"
         line("SFT", pairs["accuracy"], pairs["greedy"], sft["seconds"], loss)
-        lines.append(f"| pairs | | | {pairs['seconds']:.0f} | {pairs['pairs']} pairs, and the measurement of SFT |")
+        made = f"{pairs['pairs']} pairs and {pairs['pairs_held_out']} held out, and the measurement of SFT"
+        lines.append(f"| pairs | | | {pairs['seconds']:.0f} | {made} |")
     if judge := result.get("reward_model"):
         accuracy = f"right about {judge['accuracy_after']:.3f} of the held-out pairs, before {judge['accuracy_before']:.3f}"
         lines.append(f"| reward model | | | {judge['seconds']:.0f} | {accuracy} |")
