@@ -66,7 +66,7 @@ class Columns:
                 found = "starts with" if first == 0 else "has no message of"
                 raise UserError(f"{where}: messages {found} the role assistant; there is nothing to learn, remove the row")
             return Record(where, chat[:first], (chat,), {})
-        prompt = self._prompt(where, row, "or messages")
+        prompt = self._prompt(where, row, "or messages ")
         return Record(where, prompt, ((*prompt, *_completion(where, self._answer_key, row)),), {})
 
     def pair(self, where: str, row: Mapping[str, Any]) -> Record:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jrl.config import default_config
+from jrl.config_conflicts import OF_REWARDS
 from jrl.data.prompts import Prompt
 from jrl.errors import UserError
 from jrl.rewards import formats, rules, sandbox, verifiers
@@ -245,9 +246,10 @@ def _runner_by_name(name: str, section: Any) -> Runner:
         except RewardFailure as failure:
             raise UserError(f"reward.functions={name}: cannot be loaded: {failure.text}") from None
     if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
+        names = dict.fromkeys((*REWARDS, *OF_REWARDS))  # with those that a trainer makes
+        near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}? There are" if near else "there are"
-        raise UserError(f"reward.functions={name}: unknown; {hint} {', '.join(REWARDS)}, MODULE:FUNCTION, FILE.py:FUNCTION")
+        raise UserError(f"reward.functions={name}: unknown; {hint} {', '.join(names)}, MODULE:FUNCTION, FILE.py:FUNCTION")
     reward = REWARDS[name]
     if isinstance(reward, Configured):
         return reward.make(section)

@@ -129,7 +129,7 @@ def test_columns_become_conversations():
 @pytest.mark.parametrize(
     ("method", "row", "part"),
     [
-        ("conversation", {"text": "x"}, "f line 3: has no column 'question' or 'prompt' or messages"),
+        ("conversation", {"text": "x"}, "f line 3: has no column 'question' or 'prompt' or messages \\(data"),
         ("conversation", {"question": "q"}, "f line 3: has no column 'answer'; it has question"),
         ("conversation", {"messages": "x"}, "f line 3: messages='x' is neither"),
         ("conversation", {"messages": [{"role": "user", "content": "q"}]}, "f line 3: messages has no message of the role"),

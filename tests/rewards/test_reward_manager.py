@@ -220,6 +220,7 @@ def test_verifier_keeps_to_the_deadline_of_the_whole():
     ("function", "message"),
     [
         ("last_numbers", "reward.functions=last_numbers: unknown; did you mean last_number"),
+        ("reward_modle", "reward.functions=reward_modle: unknown; did you mean reward_model"),
         ("nowhere.py:f", "nowhere.py:f: no such file"),
         (f"{FILE}:nonesuch", "cannot be loaded: AttributeError.*nonesuch"),
         ("no_such_module:f", "cannot be loaded: ModuleNotFoundError"),
