@@ -108,7 +108,8 @@ def ppo(c, arg):
 def tiny(c):
     """What a random model can do in seconds; its tokenizer makes one token of each byte."""
     c.steps = 2
-    c.data.max_tokens = 384
+    if c.stage != "rl":
+        c.data.max_tokens = 384
     c.data.max_prompt_tokens = 384
     c.critic.policy_delay_steps = 0
     if c.stage == "rl":
