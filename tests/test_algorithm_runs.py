@@ -452,7 +452,7 @@ def test_a_replay_keeps_the_latest_steps_and_survives_being_written(shared):
 # Rewards -------------------------------------------------------------------------------------------------------------------
 
 
-MINE = """
+SCORERS = """
     import time
 
     def slow(completion, answer, completion_tokens):
@@ -467,7 +467,7 @@ MINE = """
 def test_single_samples_are_scored_while_others_are_generated_and_no_order_matters(shared, tmp_path, monkeypatch):
     trainer, _ = shared
     engine, prompts, ready = trainer.parts.engine, trainer.parts.stream.next(8), []
-    (tmp_path / "mine.py").write_text(textwrap.dedent(MINE))
+    (tmp_path / "mine.py").write_text(textwrap.dedent(SCORERS))
     section = trainer.config.copy_and_resolve_references().reward
     section.functions = f"{tmp_path}/mine.py:slow, {tmp_path}/mine.py:of_all*0.5, last_number"
     rewards = RewardManager.from_config(section)

@@ -43,7 +43,7 @@ def test_length_penalty_is_a_line_between_two_lengths():
     result = rewards.score(["p"] * 6, ["x"] * 6, {"completion_tokens": [0, 10, 15, 20, 30, 99]})
     np.testing.assert_array_equal(result.total, np.float32([0, 0, -0.25, -0.5, -1, -1]))
     with pytest.raises(UserError, match=r"reward.length_full.* more than reward.length_free=1024"):
-        load("configs/tiny.py", {"reward.length_free": "1024"})
+        load("configs/tiny.py", {"reward.functions": "last_number,length_penalty", "reward.length_free": "1024"})
 
 
 def test_regex_is_searched_for_and_one_that_hangs_costs_only_its_sample():

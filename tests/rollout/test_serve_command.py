@@ -29,7 +29,7 @@ from tests.serving import LONG, wait_for
         (["--model=random:tiny", "--dtype=int4"], "--dtype=int4"),
         (["--model=random:tiny", "--weights=int4"], "--weights=int4: must be same or int8"),
         (["--model=random:tiny", "--host=0.0.0.0", "--allow_weight_updates"], "JRL_API_KEY"),
-        (["--model=random:small", "--port=0"], "random:small"),
+        (["--model=random:large", "--port=0"], "random:large"),
         (["--model=random:tiny", "--port=0", "--max_tokens=4000"], "2048"),
         (["--model=random:tiny", "--port=0", "--max_tokens=100", "--max_new_tokens=100"], "--max_new_tokens=100"),
         (["--model=random:tiny", "--port=0", "--num_pages=5"], "--num_pages=5"),
