@@ -169,7 +169,7 @@ def update_work(config, arch: Arch, layout: Layout, sizes, dtype, has_head: bool
     layer_params = (arch.num_params() - arch.vocab_size * arch.hidden_size * (1 if arch.tie_embeddings else 2)) // arch.num_layers
     always = arch.num_layers * tokens * kept * size  # for the backward pass
     always += arch.num_layers * layer_params // tensor // split * size * cast  # weights' shards, cast
-    # Where the weights are copied, the compiler sums the gradients of all layers over the copies at the end: a second set of them.
+    # Where weights are copied, the gradients of all layers are summed over the copies at the end: a second set of them.
     always += arch.num_layers * layer_params // tensor // split * MASTER_BYTES * (layout.mesh.shape["data"] > 1)
     head = min(c.logit_chunk, tokens) * arch.vocab_size // tensor * MASTER_BYTES * 2  # logits and their gradient
     own_gradient = split == 1 or not arch.tie_embeddings  # of the embedding; else it is the head's, and goes into the same sum
