@@ -6,6 +6,7 @@ and the data of your own.
 """
 
 from jrl.config import default_config
+from jrl.rewards.rules import last_number
 
 
 def get_config():
@@ -23,7 +24,7 @@ def get_config():
     c.agents.options = {
         "solver": {"reward": {"functions": "last_number"}},
         "checker": {
-            "reward": {"functions": "experiments/agents/rewards.py:solver_is_right"},
+            "reward": {"functions": "configs/agents.py:solver_is_right"},
             "data": {"system_prompt": "Find the mistake in what was said, if there is one."},
         },
     }
@@ -36,3 +37,9 @@ def get_config():
     c.checkpoint.every_steps = 2
     c.log.print_samples_every = 1
     return c
+
+
+def solver_is_right(prompts, completions, *, transcript, answer, **_):
+    """The checker's reward: 1 where the solver's last word has the right number."""
+    said = [[turn["content"] for turn in talk if turn["name"] == "solver"][-1] for talk in transcript]
+    return last_number(prompts, said, answer=answer)

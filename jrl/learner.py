@@ -254,7 +254,8 @@ class Learner:
 def _accumulate(forward: Forward, loss: Loss, params, gradients, packed: Packed):
     backward: Any
     value, backward, metrics = jax.vjp(lambda p: loss(forward, p, packed), params, has_aux=True)
-    # Each weight's gradient is added to the sum as it is made, layer by layer: no second set of gradients ever exists.
+    # Each weight's gradient is added to the sum as it is made, layer by layer, so that no second set of gradients need exist.
+    # (Where weights are copied, along data, XLA for TPUs makes one all the same, to sum all layers' over the copies at once.)
     sums = jax.tree.map(jax.new_ref, gradients)
     backward.with_refs(sums)(jnp.ones_like(value))
     return jax.tree.map(jax.freeze, sums), metrics

@@ -4,6 +4,7 @@
 model as `transformers` reads it; what a run of RL keeps besides is in `jrl.rl_run`.
 """
 
+import abc
 import itertools
 import json
 import logging
@@ -32,7 +33,7 @@ class Interrupted(Exception):
     """SIGTERM or Ctrl-C came; the message says which."""
 
 
-class Run:
+class Run(abc.ABC):
     """The state of a run beside the models', and everything that leaves the process.
 
     A stage says by overriding what is its own: `fresh_states`, `abstract_states` and `resumed`, `note` and `written` (what a
@@ -66,9 +67,9 @@ class Run:
 
     # What a stage says -----------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def fresh_states(self) -> dict[str, Any]:
         """The training states of a run from the beginning."""
-        raise NotImplementedError
 
     def abstract_states(self) -> dict[str, Any]:
         """Shapes, dtypes and shardings of what a checkpoint holds."""
@@ -87,17 +88,17 @@ class Run:
         self.seconds, self.earlier, self.before = note["seconds"], note["elapsed"], note["before"]
         self.stream.restore(note["stream"])
 
+    @abc.abstractmethod
     def score(self, evaluation: dict[str, float]) -> float | None:
         """By which checkpoints are compared, higher is better."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def export(self, directory: pathlib.Path, states: dict[str, Any]) -> None:
         """Writes the trained model as a Hugging Face directory."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def summary(self, after: dict[str, float]) -> dict[str, Any]:
         """What the last line on stdout says first."""
-        raise NotImplementedError
 
     # Signals -------------------------------------------------------------------------------------------------------------
 

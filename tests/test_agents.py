@@ -13,7 +13,7 @@ from tests.runs import ROOT, assert_same_runs, lines
 
 AGENTS = f"{ROOT}/configs/agents.py"
 QUIET = {"log.tensorboard": False, "export.hf": False, "log.print_samples_every": 0, "log.samples": True}
-REWARD = f"{ROOT}/experiments/agents/rewards.py:solver_is_right"
+REWARD = f"{ROOT}/configs/agents.py:solver_is_right"
 SMALL = QUIET | {
     "rollout.prompts_per_step": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 8, "data.max_prompt_tokens": 224,
     "checkpoint.every_steps": 1, "checkpoint.keep": 9, "data.eval_size": 2, "agents.options.checker.reward.functions": REWARD,
