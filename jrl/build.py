@@ -29,8 +29,10 @@ from jrl.rewards.model import Chats, ModelReward
 from jrl.rollout.engine import Engine
 from jrl.rollout.weights import weight_publisher
 from jrl.shapes import default_slots
+from jrl.sharding.hosts import Shares, own_part, own_replicas, shares
 from jrl.sharding.layout import Layout
 from jrl.sharding.memory_kinds import HOST
+from jrl.sharding.mesh import device_order
 from jrl.sharding.offload import check_host_memory
 from jrl.sharding.reshard import reshard
 
@@ -54,7 +56,8 @@ class Parts:
     pieces: Pieces
     policy: Learner
     initial_params: Any  # on the policy's mesh; dropped once the state is made
-    engine: Engine
+    engine: Engine  # this process's
+    shares: Shares  # what it generates and scores of a step
     rollout_weights: Callable[[Any], Any]  # from the policy's parameters, see `weight_publisher`
     critic: Learner | None
     initial_critic: Callable[[Any], Any] | None  # from the policy's initial parameters
@@ -81,6 +84,13 @@ def build(
     """
     layouts = make_layouts(config)
     chats = Chats()
+    mine = shares(layouts["rollout"])
+    check_asynchrony(config, layouts)
+    if config.rollout.speculate and not mine.alone:  # speed decides who drafts, and is not the same in all processes
+        raise UserError(
+            f"config.rollout.speculate={config.rollout.speculate}: a replica spans several processes, which cannot time alike; "
+            "give 0, or a rollout.mesh.tensor within a process"
+        )
     rewards, reward_model = make_rewards(config, layouts, chats, reward)
     train, held_out = load_data(config, train_data, eval_data)
     for rows in filter(None, (train, held_out)):  # a column that only one of them has would cost the other its rewards
@@ -110,12 +120,12 @@ def build(
         reference_params = copy_params(model.params, reference.param_shardings)
     longest = config.data.max_prompt_tokens if config.agents.turns else max(len(p.tokens) for p in prompts + eval_prompts)
     engine = make_engine(config, model, layouts["rollout"], dtype, longest, speaker)
-    rollout_weights = weight_publisher(model.arch, layouts["learner"], layouts["rollout"], dtype, config.rollout.weights)
+    publish = weight_publisher(model.arch, layouts["learner"], layouts["rollout"], dtype, config.rollout.weights)
     return Parts(
         arch=model.arch, tokenizer=model.tokenizer, dtype=dtype, train_prompts=prompts, eval_prompts=eval_prompts,
         stream=stream, rewards=rewards, chats=chats, pieces=pieces, policy=policy,
-        initial_params=model.params, engine=engine,
-        rollout_weights=rollout_weights, critic=critic,
+        initial_params=model.params, engine=engine, shares=mine,
+        rollout_weights=lambda params: own_part(publish(params), engine.layout), critic=critic,
         initial_critic=initial_critic, reference=reference, reference_params=reference_params,
         updates_per_step=updates_per_step(config), policy_delay_steps=policy_delay_steps(config),
         old_logprobs=needs_old_logprobs(a),
@@ -123,17 +133,62 @@ def build(
 
 
 def make_layouts(config, devices: Sequence[jax.Device] | None = None) -> dict[str, Layout]:
-    """The meshes, by default over all devices; critic, reference and reward take the learner's where theirs is all 0.
+    """The meshes, by default over all devices.
+
+    Critic, reference and reward take the learner's where theirs is all 0, or all of fsdp where they have devices of their own.
 
     Raises:
       UserError: a mesh does not fit the devices, or a model on it is to use memory that they do not have.
     """
-    layouts = {name: make_layout(config, name, devices) for name in ("learner", "rollout")}
+    pools = pool_devices(config, device_order(devices).tolist())
+    layouts = {name: make_layout(config, name, pools[name]) for name in ("learner", "rollout")}
     for name in ("critic", "reference", "reward"):
         own = any(config[name].mesh.to_dict().values())
-        layouts[name] = make_layout(config, name, devices) if own else layouts["learner"]
+        if own or config.pools[name]:
+            layouts[name] = make_layout(config, name, pools[name], None if own else {"fsdp": -1})
+        else:
+            layouts[name] = layouts["learner"]
     check_memories(config, layouts)
     return layouts
+
+
+def check_asynchrony(config, layouts: dict[str, Layout]) -> None:
+    """Refuses generation beside learning where both would wait for each other on the same devices."""
+    told = f"config.max_staleness={config.max_staleness}"
+    if not config.max_staleness:
+        return
+    if not shares(layouts["rollout"]).alone:
+        raise UserError(f"{told}: a replica spans several processes; give 0, or a rollout.mesh.tensor within a process")
+    if jax.process_count() > 1 and config.algorithm.dynamic_sampling:
+        raise UserError(f"{told}: with several processes dynamic sampling would need others' groups; give 0, or turn it off")
+    if not config.pools.rollout and layouts["learner"].mesh.size > 1:
+        raise UserError(
+            f"{told}: two programs at a time on the same devices may wait for each other for ever; give generation its own,"
+            f" pools.rollout=N, of the {layouts['learner'].mesh.size} devices, or 0"
+        )
+
+
+def pool_devices(config, devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
+    """The devices of each model: of every process the last ones for those that have their own, the rest for the learner and for
+    all that share with it.
+
+    Raises:
+      UserError: the pools leave the learner nothing, or cannot be had from every process alike.
+    """
+    wanted = config.pools.to_dict()
+    left = {i: [d for d in devices if d.process_index == i] for i in sorted({d.process_index for d in devices})}
+    found: dict[str, list[jax.Device]] = {}
+    for name, count in wanted.items():
+        each, rest = divmod(count, len(left))
+        if rest or any(each >= len(mine) for mine in left.values()):
+            raise UserError(
+                f"config.pools.{name}={count}: there are {len(devices)} devices of {len(left)} processes, of which every process"
+                f" gives as many, and the learner needs one of each; give less, or a multiple of {len(left)}"
+            )
+        found[name] = [device for mine in left.values() for device in mine[len(mine) - each :]]
+        left = {i: mine[: len(mine) - each] for i, mine in left.items()}
+    shared = [device for mine in left.values() for device in mine]
+    return {"learner": shared} | {name: own or shared for name, own in found.items()}
 
 
 def check_memories(config, layouts: dict[str, Layout]) -> None:
@@ -145,11 +200,11 @@ def check_memories(config, layouts: dict[str, Layout]) -> None:
         check_host_memory("learner.remat=offload", layouts["learner"], other="full")
 
 
-def make_layout(config, section: str, devices: Sequence[jax.Device] | None = None) -> Layout:
-    """One of the meshes; by default over all devices."""
+def make_layout(config, section: str, devices: Sequence[jax.Device] | None = None, sizes: dict[str, int] | None = None) -> Layout:
+    """One of the meshes, of the config's sizes unless others are given; by default over all devices."""
     kind = Layout.rollout if section == "rollout" else Layout.train
     try:
-        return kind(config[section].mesh.to_dict(), devices)
+        return kind(config[section].mesh.to_dict() if sizes is None else sizes, devices)
     except UserError as error:
         raise UserError(f"config.{section}.mesh: {error}") from None
 
@@ -267,12 +322,14 @@ def encode_prompts(config, examples: list, tokenizer) -> list[Prompt]:
 
 
 def make_engine(config, model: LoadedModel, layout: Layout, dtype, longest: int, speaker: int) -> Engine:
-    """
+    """This process's, with as many slots for each of its replicas as those of others have.
+
     Args:
       longest: tokens of the longest prompt.
     """
     c = config.rollout
     slots = c.slots or default_slots(c.prompts_per_step * c.group_size, layout.batch_shards)
+    layout = own_replicas(layout)
     unroll = worth_it(c.unroll_layers, layout.mesh.devices.flat[0].platform, c.max_new_tokens)
     return Engine(
         model.arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=model.eos_ids,

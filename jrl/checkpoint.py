@@ -7,15 +7,16 @@ restored: orbax reads arrays concurrently, and a read that fails half-way leaves
 that is closed, which can end the process. Nothing here ever deletes a checkpoint that it cannot read: what stands in the
 way is renamed.
 
-What is left out: in runs of several processes, a file that only some of them can read; one directory, one writer.
+Of several processes, which share the directory, each writes its own parts of the arrays; what one of them cannot read, none
+of them restores. What is left out: one directory has one run that writes to it.
 """
 
 import json
 import logging
 import math
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -24,12 +25,19 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from jrl.errors import UserError
 from jrl.sharding.digest import digest
+from jrl.sharding.hosts import gather, is_chief, together
 
 log = logging.getLogger("jrl")
+
+T = TypeVar("T")
 
 ASIDE = "set_aside_"  # prefix of the new name of a checkpoint that stands in the way
 FILES = "files.json"  # in a checkpoint: {relative path: [bytes, crc32]} of its other files
 BLOCK = 1 << 24  # bytes read at a time
+
+
+class _NotWhole(Exception):
+    """A checkpoint cannot be read, in one line why."""
 
 
 class Checkpointer:
@@ -64,7 +72,7 @@ class Checkpointer:
         """The steps on disk, or being written, in ascending order."""
         return tuple(sorted(self._manager.all_steps()))
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None) -> None:
+    def save(self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None) -> bool:
         """Starts a checkpoint; when this returns the values are safe, and the caller may donate the arrays.
 
         The writing goes on in the background and ends before the next save starts, or in `wait`. A step that this
@@ -77,11 +85,14 @@ class Checkpointer:
           extra: what json can hold (its keys are strings); copied at once.
           metric: higher is better; None or not a finite number never counts as the best.
 
+        Returns:
+          whether it is saved now, and was not before.
+
         Raises:
           TypeError: `extra` does not fit into json. Also whatever the previous save met in the background.
         """
         if step in self._written:
-            return
+            return False
         arrays = _by_name(state)
         digests = digest(arrays)
         manifest = {name: [list(x.shape), x.dtype.name, digests[name]] for name, x in arrays.items()}
@@ -100,6 +111,7 @@ class Checkpointer:
             force=True,
         )
         self._written.add(step)
+        return True
 
     def wait(self) -> None:
         """Returns when nothing is being written; raises what the writing met."""
@@ -141,29 +153,28 @@ class Checkpointer:
 
     def _try_to_read(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]] | str:
         """The state and the extra data, or in one line why they cannot be read."""
+        wanted = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in _by_name(abstract_state).items()
+        }
+        state = ocp.args.StandardRestore(wanted)
         try:
-            return self._read(step, abstract_state)
-        except UserError:
-            raise
-        except Exception as error:  # damage shows itself as any kind of exception, at any depth
-            return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
+            _agreed(lambda: self._check_files(step) if is_chief() else None)
+            content = _agreed(lambda: self._content(step))
+            self._check_same_model(step, content["manifest"], wanted)
+            arrays = _agreed(lambda: self._manager.restore(step, args=ocp.args.Composite(state=state))["state"])
+            _agreed(lambda: _check_digests(arrays, content["manifest"]))
+        except _NotWhole as why:
+            return str(why)
+        structure = jax.tree_util.tree_structure(abstract_state)
+        return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in wanted]), content["extra"]
 
-    def _read(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        self._check_files(step)
+    def _content(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds beside the arrays."""
         restored = self._manager.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore()))["extra"]
         content = {"extra": restored["extra"], "manifest": restored["manifest"]}
         if _checksum(content) != restored["checksum"]:
             raise ValueError("the checksum of the extra data differs")
-        wanted = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in _by_name(abstract_state).items()
-        }
-        self._check_same_model(step, content["manifest"], wanted)
-        arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
-        for name, found in digest(arrays).items():
-            if found != content["manifest"][name][2]:
-                raise ValueError(f"the digest of {name} differs")
-        structure = jax.tree_util.tree_structure(abstract_state)
-        return jax.tree_util.tree_unflatten(structure, [arrays[name] for name in wanted]), content["extra"]
+        return content
 
     def _list_files(self) -> None:
         """Called by orbax, in the background, when all is written, before or after the checkpoint gets its own name."""
@@ -194,7 +205,7 @@ class Checkpointer:
                 )
 
     def _set_aside(self, steps: set[int]) -> None:
-        for step in sorted(steps):
+        for step in sorted(steps) if is_chief() else ():
             path = self.directory / str(step)
             if not path.exists():
                 continue
@@ -203,8 +214,28 @@ class Checkpointer:
             log.warning("checkpoint of step %d stands in the way and is renamed to %s", step, name)
             path.rename(self.directory / name)
         if steps:
+            together("the renaming of checkpoints")
             self._manager.reload()
             self._unreadable.clear()
+
+
+def _agreed(work: Callable[[], T]) -> T:
+    """What `work` returns, if it succeeds in every process; otherwise all raise what the first of them met."""
+    result: Any = None
+    flaw = None
+    try:
+        result = work()
+    except Exception as error:  # damage shows itself as any kind of exception, at any depth
+        flaw = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"
+    for told in filter(None, gather(flaw, "reading a checkpoint")):
+        raise _NotWhole(told)
+    return result
+
+
+def _check_digests(arrays: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    for name, found in digest(arrays).items():
+        if found != manifest[name][2]:
+            raise ValueError(f"the digest of {name} differs")
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

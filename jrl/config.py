@@ -233,6 +233,9 @@ def choose_pieces(config: ConfigDict, **functions: Callable | None) -> Pieces:
     if not pieces.critic and config.critic.optimizer_memory != DEVICE:
         memory = config.critic.optimizer_memory
         raise UserError(f"config.critic.optimizer_memory={memory!r}: there is no critic; give {DEVICE}, or algorithm.name=ppo")
+    if pieces.greedy and config.max_staleness:
+        told = f"config.max_staleness={config.max_staleness}"
+        raise UserError(f"{told}: the advantage compares with a greedy response of the same weights; give 0")
     return pieces
 
 

@@ -24,6 +24,8 @@ ALONE = "algorithm.name=ppo, remax or reinforce_plus_plus"  # what can learn fro
 
 def conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     """Keys whose values do not go together with others', and what to do."""
+    if c.resume_step >= 0 and not c.resume:
+        yield "resume_step", "is of a run that goes on; give resume=True, or -1"
     yield from _stage_conflicts(c)
     yield from _data_conflicts(c)
     yield from _evaluation_conflicts(c)
@@ -58,7 +60,9 @@ def _stage_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
         return
     for name, _ in _changed(c, "reference."):
         yield name, f"stage={c.stage} keeps no reference: dpo asks the initial weights once, on learner.mesh; leave it out"
-    for name, _ in _changed(c, "agents.", "critic.optimizer_memory", *itertools.chain(*OF_REWARDS.values())):
+    for name, _ in _changed(
+        c, "agents.", "max_staleness", "pools.", "critic.optimizer_memory", *itertools.chain(*OF_REWARDS.values())
+    ):
         yield name, f"has no effect with stage={c.stage}; leave it out, or give stage=rl"
 
 
@@ -78,6 +82,7 @@ def _rl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     yield from _algorithm_conflicts(c)
     yield from _reward_conflicts(c)
     yield from _agent_conflicts(c)
+    yield from _async_conflicts(c)
     if r.kv == "int8" and r.attention in ("tpu", "gpu"):
         yield "rollout.kv", f"the {r.attention} kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
     for name in ("weights", "kv"):
@@ -89,6 +94,25 @@ def _rl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
             "rollout.num_pages",
             f"the longest sequence (data.max_prompt_tokens + rollout.max_new_tokens) needs {pages}; give as many, or 0",
         )
+
+
+def _async_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
+    advantage = ADVANTAGES.get(c.algorithm.advantage)
+    used = {
+        "critic": not advantage or advantage.critic, "reference": c.algorithm.kl_in != "none",
+        "reward": bool(c.reward.model.path), "rollout": True,
+    }  # fmt: skip
+    for name, there in used.items():
+        if c.pools[name] and not there:
+            yield f"pools.{name}", "the run has no such model; give 0"
+    if c.plan == "auto" and any(c.pools.values()):
+        yield "plan", "chooses meshes over all devices; give as_configured, or no pools"
+    if not c.max_staleness:
+        return
+    if c.agents.turns:
+        yield "max_staleness", "agents generate in turn; give 0"
+    if c.algorithm.resample != "none" or c.algorithm.replay_steps:
+        yield "max_staleness", "resample and replay_steps choose what is trained on by themselves; give 0, or leave them out"
 
 
 def _algorithm_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
@@ -201,7 +225,7 @@ def _evaluation_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
 
 
 def _mesh_conflicts(c: ConfigDict, sections: Sequence[str]) -> Iterator[tuple[str, str]]:
-    products: dict[str, int] = {}
+    products: dict[str, int] = {}  # of those that share the learner's devices
     for section in sections:
         sizes = c[section].mesh.to_dict()
         free, zero = ([axis for axis, size in sizes.items() if size == n] for n in (-1, 0))
@@ -209,7 +233,7 @@ def _mesh_conflicts(c: ConfigDict, sections: Sequence[str]) -> Iterator[tuple[st
             yield f"{section}.mesh.{free[1]}", f"mesh.{free[0]} is -1 too; give one of them a size"
         if zero and len(zero) < len(sizes):
             yield f"{section}.mesh.{zero[0]}", "0 stands for the learner's mesh and then in every axis; give 1 or more"
-        if not free and not zero:
+        if not free and not zero and not c.pools.get(section, 0):
             products[section] = math.prod(sizes.values())
     for section, product in products.items():
         first, expected = next(iter(products.items()))
@@ -217,5 +241,5 @@ def _mesh_conflicts(c: ConfigDict, sections: Sequence[str]) -> Iterator[tuple[st
             axis, _ = max(c[section].mesh.to_dict().items(), key=lambda item: item[1])
             yield (
                 f"{section}.mesh.{axis}",
-                f"{section}.mesh has {product} devices, {first}.mesh {expected}; both use all devices, make them equal",
+                f"{section}.mesh has {product} devices, {first}.mesh {expected}; both use the same devices, make them equal",
             )

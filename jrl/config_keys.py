@@ -73,6 +73,7 @@ BELOW_HALF = Rule("at least 0 and below 0.5", lambda v: 0 <= v < 0.5)
 PART = Rule("above 0, at most 1", lambda v: 0 < v <= 1)
 CAP = Rule("0 (off) or at least 1", lambda v: v == 0 or 1 <= v < math.inf)
 DUAL_CLIP = Rule("0 (off) or above 1", lambda v: v == 0 or 1 < v < math.inf)
+STEP = Rule("0 or more, or -1", lambda v: v >= -1)
 MESH_SIZE = Rule("positive, or -1 for the devices that the other axes leave", lambda v: v > 0 or v == -1)
 OWN_MESH_SIZE = Rule("positive, -1 for the devices that the others leave, or 0 in all axes", lambda v: v >= -1)
 FUNCTIONS = Rule('comma separated, each "name" or "name*weight" with a number as the weight', _valid_functions)
@@ -123,6 +124,7 @@ _TABLE: tuple[Key, ...] = (
     Key("stage", "rl", "what is trained, and on what: rl on rewards, the others on data as they stand", STAGE),
     Key("seed", 0, "of data order, samples and random weights", SEED),
     Key("steps", 100, "training steps (rl: rollout, rewards, advantages, updates, publish; else one update)", POSITIVE),
+    Key("resume_step", -1, "with resume: the checkpoint to go back to; what came after it is renamed; -1: the latest", STEP),
     Key("run_dir", "runs/default", "directory of everything the run writes", GIVEN),
     Key(
         "plan",
@@ -294,6 +296,33 @@ _TABLE: tuple[Key, ...] = (
     Key("reward.judge.parallel", 8, "judge: requests at a time", POSITIVE),
     Key("reward.judge.retries", 3, "judge: further attempts if there is no connection or the server is busy", NOT_NEGATIVE),
     *_train_mesh("reward", fsdp=0, rest=0, rule=OWN_MESH_SIZE, note=_AS_LEARNER),
+    # Asynchrony
+    Key(
+        "max_staleness",
+        0,
+        "steps that a sample may be behind the weights that learn from it; 0: generate and learn in turn",
+        NOT_NEGATIVE,
+    ),
+    *(
+        Key(
+            f"pools.{name}", 0, f"devices that {what} for itself, the same number of each process; 0: the learner's", NOT_NEGATIVE
+        )
+        for name, what in (
+            ("rollout", "generation has"),
+            ("critic", "the critic has"),
+            ("reference", "the reference has"),
+            ("reward", "the reward model has"),
+        )
+    ),
+    # Several processes
+    Key("hosts.connect_s", 300.0, "seconds in which all processes of a run must have met", POSITIVE),
+    Key(
+        "hosts.silence_s",
+        20.0,
+        "seconds without a sign of life after which a process counts as gone, and all others stop",
+        POSITIVE,
+    ),
+    Key("hosts.wait_s", 3600.0, "seconds that the others wait for a process that is alive, before all stop", POSITIVE),
     Key("eval.every_steps", 0, "steps; 0: only before and after the training", NOT_NEGATIVE),
     Key("eval.samples", 1, "of each held-out problem at the training temperature, greedy besides", NOT_NEGATIVE),
     Key("eval.at_start", True, "evaluate before the first step"),
@@ -301,6 +330,9 @@ _TABLE: tuple[Key, ...] = (
     Key("checkpoint.keep", 2, "newest checkpoints that stay", POSITIVE),
     Key("checkpoint.best", False, "the one of highest held-out accuracy stays too; eval.every_steps must divide every_steps"),
     Key("log.print_samples_every", 10, "steps between samples shown as text; 0: never", NOT_NEGATIVE),
+    Key("log.json", False, "the log on stderr as JSON objects, one a line, in place of text"),
+    Key("log.prometheus_port", 0, "port of a server of the latest metrics for Prometheus; 0: none", NOT_NEGATIVE),
+    Key("log.wandb", "", "project of Weights & Biases to log to; empty: none"),
     Key("log.tensorboard", True, "write TensorBoard events"),
     Key("log.samples", True, "write every rollout to samples.jsonl"),
     Key("export.hf", True, "write the trained model as a Hugging Face directory"),

@@ -21,6 +21,7 @@ from jrl.models.responses import by_response, response_hidden, token_logprobs
 from jrl.packing import Packed, pack, unpack
 from jrl.shapes import ProgramLog
 from jrl.sharding.fsdp import FullySharded
+from jrl.sharding.hosts import fetch, put
 from jrl.sharding.layout import Layout
 from jrl.sharding.memory_kinds import DEVICE, HOST
 from jrl.sharding.offload import Optimizer, near, placed, update_from_host
@@ -159,7 +160,7 @@ class Learner:
     def init_state(self, params) -> TrainState:
         """A fresh state around parameters already on this learner's mesh."""
         init = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)
-        scalar = lambda: jax.device_put(np.int32(0), self.state_shardings.step)  # noqa: E731
+        scalar = lambda: put(np.int32(0), self.state_shardings.step)  # noqa: E731
         return TrainState(params, init(params), scalar(), scalar())
 
     def abstract_params(self):
@@ -193,7 +194,7 @@ class Learner:
         parts = self.layout.shards("length")
         for packed in self.packing(rollout, columns, rows, self.layout.batch_shards, self.microbatch_tokens, parts):
             self.compiled.note(kind, *packed.shape)
-            yield packed, jax.device_put(packed, self.layout.tree(packed.axes, packed))
+            yield packed, put(packed, self.layout.tree(packed.axes, packed))
 
     def run(self, method: str, params, rollout: Sequences) -> list[np.ndarray]:
         """`Forward.logprobs` or `Forward.values` over a whole rollout, aligned with its tokens: float32[N, T] each.
@@ -202,7 +203,7 @@ class Learner:
         """
         outs: list[np.ndarray] = []
         for host, packed in self._microbatches(rollout, {}, np.arange(len(rollout)), method):
-            results = jax.device_get(jax.tree.leaves(self._run(method, params, packed)))
+            results = fetch(jax.tree.leaves(self._run(method, params, packed)))
             outs = outs or [np.zeros(rollout.tokens.shape, np.float32) for _ in results]
             for out, result in zip(outs, results, strict=True):
                 unpack(out, result, host, rollout.prompt_lens)

@@ -6,12 +6,12 @@ and exit status 2.
 
 import dataclasses
 import json
-import logging
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
 from jrl import config as config_lib
+from jrl import logs
 from jrl.algorithms.presets import BASE, PRESETS, TABLES
 from jrl.config import PRESET
 from jrl.config_keys import FREE, GIVEN, KEYS
@@ -143,11 +143,15 @@ def run(command: Command) -> None:
     if command.dry_run:
         print(plan_text(config))
         return
+    from jrl.launch import cluster
+
     trainer = _trainer(config)
-    # On stderr; by force, as a library that came with the trainer has set up the root logger already.
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
-    logging.getLogger("jrl").setLevel(logging.INFO)
-    print(json.dumps(trainer(config).train()), flush=True)
+    logs.configure(config.log.json)
+    with cluster.member(config.hosts):
+        cluster.check_alike(config_lib.flatten(config))
+        result = trainer(config).train()
+        if cluster.is_first():
+            print(json.dumps(result), flush=True)
 
 
 def _trainer(config) -> Callable:

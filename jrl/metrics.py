@@ -4,20 +4,24 @@ The console is stderr: stdout belongs to the run's summary. Steps count from 0, 
 that the policy had learned from when it made the step's samples, and evaluations carry the same number.
 """
 
+import contextlib
+import logging
 import math
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
-from jrl import jsonl
+from jrl import activity, jsonl
+
+log = logging.getLogger("jrl")
 
 FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -29,18 +33,24 @@ class Timer:
     """Wall-clock seconds spent inside `with timer:`, added up over every entry, also those that end in an exception.
 
     JAX returns before the device is done: the block must end by waiting for its result, as reading it on the host does.
+
+    Args:
+      name: of the activity, for those who ask what this process is doing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.seconds = 0.0
         self._began = 0.0
+        self._name, self._activities = name, contextlib.ExitStack()
 
     def __enter__(self) -> "Timer":
+        self._activities.enter_context(activity.doing(self._name))
         self._began = time.perf_counter()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.seconds += time.perf_counter() - self._began
+        self._activities.close()
 
 
 class Timers:
@@ -50,7 +60,7 @@ class Timers:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str) -> Timer:
-        return self._timers.setdefault(name, Timer())
+        return self._timers.setdefault(name, Timer(name))
 
     def collect(self) -> dict[str, float]:
         """{"timing_s/NAME": seconds} since the last call, and starts anew."""
@@ -89,6 +99,14 @@ COLUMNS: Columns = (
 # Writing ---------------------------------------------------------------------------------------------------------------
 
 
+class Sink(Protocol):
+    """Takes each row of numbers, as Prometheus's and W&B's do."""
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MetricsWriter:
     """Writes each step's metrics everywhere.
 
@@ -96,13 +114,14 @@ class MetricsWriter:
       total_steps: of the whole run, for the time left.
       start_step: the first step that this process takes. What an earlier process wrote of this step and later ones is
         dropped, from metrics.jsonl and from what TensorBoard shows; at 0, all of it.
-      console: False to print nothing.
+      console: False to print nothing, "json" to log each step and evaluation as the fields of a record.
       columns: what it shows of each step.
+      sinks: where else each row of numbers goes.
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike, tensorboard: bool, total_steps: int, start_step: int = 0, console: bool = True,
-        columns: Columns = COLUMNS,
+        self, run_dir: str | os.PathLike, tensorboard: bool, total_steps: int, start_step: int = 0,
+        console: bool | str = True, columns: Columns = COLUMNS, sinks: Sequence[Sink] = (),
     ):  # fmt: skip
         run_dir = pathlib.Path(run_dir)
         self._file = jsonl.Appender(run_dir / FILE, lambda row: _is_past(row, start_step))
@@ -113,7 +132,8 @@ class MetricsWriter:
             for row in jsonl.read(run_dir / FILE):
                 if row["step"] == start_step:
                     self._to_board(start_step, _numbers(row))
-        self._console = _Table(total_steps, columns) if console else None
+        self._console = _Table(total_steps, columns) if console is True else None
+        self._records, self._sinks = console == "json", sinks
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line in each place. Values are numbers; NaN and infinities become null in the file, and are called out."""
@@ -131,6 +151,10 @@ class MetricsWriter:
         numbers = {name: _number(value) for name, value in metrics.items()}
         self._file.write([{"step": int(step), "kind": kind, **numbers}])
         self._to_board(step, numbers)
+        for sink in self._sinks:
+            sink.update(step, metrics)
+        if self._records:
+            log.info("%s", kind, extra={"fields": {"step": int(step), **numbers}})
 
     def _to_board(self, step: int, numbers: Mapping[str, float | None]) -> None:
         if self._board:
@@ -147,6 +171,8 @@ class MetricsWriter:
         self._file.close()
         if self._board:
             self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def read_metrics(run_dir: str | os.PathLike) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -2,19 +2,23 @@
 
 import itertools
 import pathlib
+from collections import deque
 from typing import Any
 
 import jax
 import numpy as np
 
 from jrl import utilization
+from jrl.ahead import Ahead, InTurn, from_json, to_json
 from jrl.algorithms.value_loss import explained_variance
 from jrl.build import Parts
 from jrl.metrics import response_metrics, stats
 from jrl.models.hf import save_hf
 from jrl.replay import Replay, from_text, to_text
+from jrl.rollout.engine import EngineStats, sum_stats
 from jrl.run import Run, log
 from jrl.samples import SampleWriter
+from jrl.sharding.hosts import gather, is_chief
 from jrl.types import Batch
 
 
@@ -25,12 +29,16 @@ class RLRun(Run):
       samples: sequences sampled so far, which numbers the random draws.
       kl_coef: the weight of the KL to the reference, which a controller may change.
       replay: the responses of former steps.
+      published: versions of the weights that a token may have been chosen by, oldest first.
+      generation: what generates, in turn with the learner or ahead of it.
     """
 
     def __init__(self, config, parts: Parts):
         self.parts, self.samples = parts, 0
         self.kl_coef = config.algorithm.kl_coef
         self.replay = Replay(config.algorithm.replay_steps)
+        self.published: deque[int] = deque(maxlen=config.max_staleness + 1)
+        self.generation: InTurn | Ahead = InTurn(parts.engine)
         self.sample_log: SampleWriter | None = None
         self._sampled: list[Batch] = []
         super().__init__(config, {"policy": parts.policy} | ({"critic": parts.critic} if parts.critic else {}), parts.stream)
@@ -54,19 +62,27 @@ class RLRun(Run):
             states.setdefault("reference", p.reference_params)
             p.reference_params = None
         p.initial_params = None
-        self.sample_log = SampleWriter(self.directory, self.step) if self.config.log.samples else None
+        self.sample_log = SampleWriter(self.directory, self.step) if self.config.log.samples and is_chief() else None
         return states
 
     def note(self) -> dict[str, Any]:
-        return super().note() | {"samples": self.samples, "kl_coef": self.kl_coef, "replay": self.replay.batches}
+        def now() -> dict[str, Any]:
+            facts = {"samples": self.samples, "kl_coef": self.kl_coef, "replay": self.replay.batches}
+            return Run.note(self) | facts | {"published": [*self.published]}
+
+        return self.generation.snapshot(now)
 
     def written(self, note: dict[str, Any]) -> dict[str, Any]:
-        return note | {"replay": to_text(note["replay"])}
+        done = dict(itertools.chain.from_iterable(x.items() for x in gather(note["ahead"], "the checkpoint's contents")))
+        return note | {"replay": to_text(note["replay"]), "ahead": to_json(done)}
 
     def resumed(self, note: dict[str, Any]) -> None:
         super().resumed(note)
         self.samples, self.kl_coef = note["samples"], note["kl_coef"]
         self.replay = Replay(self.replay.steps, from_text(note["replay"], self.parts.train_prompts))
+        if isinstance(self.generation, Ahead):  # otherwise it is generated again
+            self.generation.resume(from_json(note["ahead"]))
+        self.published.extend(note["published"][:-1])  # the last one is published again
 
     # During ----------------------------------------------------------------------------------------------------------------
 
@@ -79,7 +95,7 @@ class RLRun(Run):
         p = self.parts
         tokens = sum(int(b.rollout.lens.sum()) for b in self._sampled)
         metrics = {
-            **batch_metrics(batch, self._sampled, self.config), **p.engine.stats.metrics(), **updates, **self.step_times(tokens)
+            **batch_metrics(batch, self._sampled, self.config), **self._engine_metrics(), **updates, **self.step_times(tokens)
         }  # fmt: skip
         metrics |= self._utilization(batch, metrics)
         metrics["perf/compiled_programs"] = sum(len(x.compiled) for x in (p.policy, p.critic, p.reference, p.engine) if x)
@@ -88,16 +104,21 @@ class RLRun(Run):
             for sampled in self._sampled:
                 self.sample_log.write(step, sampled, advantages_of(batch, sampled))
         every = self.config.log.print_samples_every
-        if every and (step + 1) % every == 0:
+        if self.metrics and every and (step + 1) % every == 0:
             first = self._sampled[0]
             shown = zip(first.prompts, first.texts, first.rewards, strict=True)
             self.metrics.print_samples([(p.text, text, float(reward)) for p, text, reward in itertools.islice(shown, 3)])
         self._sampled = []
         self.commit()
 
+    def _engine_metrics(self) -> dict[str, float]:
+        """Of the engines of all processes, of several that generate in lockstep one."""
+        stats = self.parts.engine.stats if self.parts.shares.reports else EngineStats()
+        return sum_stats(gather(stats, "the engines' counts")).metrics()
+
     def _utilization(self, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
         """The step's and its policy update's share of peak arithmetic, where the peak is known, and memory."""
-        c, p, devices, rollout = self.config.algorithm, self.parts, jax.local_devices(), batch.rollout
+        c, p, devices, rollout = self.config.algorithm, self.parts, jax.devices(), batch.rollout
         taught = metrics.get("rollout/rows_taught", 0.0) * c.minibatches / len(batch) * ("timing_s/update_actor" in metrics)
         updates = utilization.update_flops(p.arch, rollout, c.epochs, taught)
         passes = p.old_logprobs + (p.reference is not None)
@@ -108,7 +129,7 @@ class RLRun(Run):
             "perf/mfu/actor": utilization.mfu(updates, metrics.get("timing_s/update_actor", 0.0), devices),
         }
         known = {name: share for name, share in shares.items() if share is not None}
-        return known | {"perf/max_memory_allocated_gb": utilization.max_memory_gb(devices)}
+        return known | {"perf/max_memory_allocated_gb": utilization.max_memory_gb(jax.local_devices())}
 
     def log_eval(self, sampled: Batch | None, greedy: Batch) -> dict[str, float]:
         """Writes and returns held-out accuracy: the first reward function's mean."""

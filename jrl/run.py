@@ -1,7 +1,8 @@
 """What a run of any stage keeps: its directory, its metrics, its checkpoints, and how it is interrupted.
 
 `runs/NAME/` holds config.json, metrics.jsonl, TensorBoard events, checkpoints/, result.json, report.html and hf/, the trained
-model as `transformers` reads it; what a run of RL keeps besides is in `jrl.rl_run`.
+model as `transformers` reads it; what a run of RL keeps besides is in `jrl.rl_run`. Of several processes, which share the
+directory, the first writes; checkpoints are written by all.
 """
 
 import abc
@@ -10,22 +11,35 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 from jrl import config as config_lib
+from jrl.activity import at_step
+from jrl.audit import Audit, surroundings
 from jrl.checkpoint import Checkpointer
 from jrl.data import PromptStream
 from jrl.errors import UserError
+from jrl.launch import cluster
 from jrl.learner import Learner
-from jrl.metrics import COLUMNS, Columns, MetricsWriter, Timers
+from jrl.metrics import COLUMNS, Columns, MetricsWriter, Sink, Timers
+from jrl.prometheus import Exporter
 from jrl.report import write_report
+from jrl.sharding.hosts import gather, is_chief, together
+from jrl.wandb_log import Wandb
 
 log = logging.getLogger("jrl")
 
+T = TypeVar("T")
+
+ROWS = ("metrics.jsonl", "samples.jsonl")  # which are cut to the step that a run goes on from
+HOSTS = "hosts.jsonl"  # a line for each process: what it is doing
 MADE_BY_RUNS = ("config.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "result.json")
 
 
@@ -57,11 +71,15 @@ class Run(abc.ABC):
         self.before: dict[str, float] = {}
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})
         self.timers = Timers()
+        self.metrics: MetricsWriter | None = None  # of the process that writes, as the next one
+        self.audit: Audit | None = None
         self._committed: dict[str, Any] = {}
         self._signal: str | None = None
         self._old_handlers: dict[int, Any] = {}
-        if not config.resume:
+        together("the run's directory")  # all have looked at it
+        if not config.resume and is_chief():
             _set_aside(self.directory)
+        together("the run's directory")
         self.checkpoints = Checkpointer(self.directory / "checkpoints", config.checkpoint.keep, config.checkpoint.best)
         self._began = self._step_began = time.perf_counter()
 
@@ -125,11 +143,24 @@ class Run(abc.ABC):
         if self._signal:
             raise Interrupted(self._signal)
 
+    def exchange(self, value: T, what: str) -> list[T]:
+        """Every process's value, in their order; Interrupted in all of them if a signal has come to any.
+
+        Args:
+          what: that is waited for, in words.
+        """
+        signals, values = zip(*gather((self._signal, value), what), strict=True)
+        for told in filter(None, signals):
+            raise Interrupted(told)
+        return list(values)
+
     # Start and resume ------------------------------------------------------------------------------------------------------
 
     def restore(self, step: int | None = None) -> dict[str, Any]:
         """The training states: of the latest readable checkpoint when resuming, or that of a step, otherwise fresh ones."""
         found = None
+        if step is None and self.config.resume_step >= 0:
+            step = self.config.resume_step
         if self.config.resume:
             found = self.checkpoints.restore(self.abstract_states(), step)
             if found is None:
@@ -140,16 +171,34 @@ class Run(abc.ABC):
             self.step, states, extra = found
             self.resumed(extra)
             log.info("resumed at step %d", self.step)
-        self._open_logs()
+        if is_chief():
+            self._open_logs()
+        if watch := cluster.watch():
+            watch.show(self.directory / HOSTS)
+        at_step(self.step)
         self.commit()
         return states
 
     def _open_logs(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.audit = Audit(self.directory)
+        how = "resumed" if self.step else "started"
+        self.audit.note(how, step=self.step, config=config_lib.flatten(self.config), **surroundings())
+        if self.config.resume and self.config.resume_step >= 0:
+            self._keep_later_rows()
         resolved = json.dumps(config_lib.flatten(self.config), indent=1)
         (self.directory / "config.json").write_text(resolved + "\n")
         c = self.config
-        self.metrics = MetricsWriter(self.directory, c.log.tensorboard, c.steps, self.step, columns=self._columns)
+        sinks: list[Sink] = [Exporter(c.log.prometheus_port)] if c.log.prometheus_port else []
+        sinks += [Wandb(c.log.wandb, self.directory, config_lib.flatten(c))] if c.log.wandb else []
+        console = "json" if c.log.json else True
+        self.metrics = MetricsWriter(self.directory, c.log.tensorboard, c.steps, self.step, console, self._columns, sinks)
+
+    def _keep_later_rows(self) -> None:
+        """Before what came after the step that the run goes back to is dropped from its files: copies of them."""
+        for file in (f for name in ROWS if (f := self.directory / name).exists()):
+            number = next(i for i in itertools.count(1) if not file.with_name(f"{file.name}.{i}").exists())
+            shutil.copyfile(file, file.with_name(f"{file.name}.{number}"))
 
     def commit(self) -> None:
         """Takes note of where the finished steps have led; a checkpoint of an interrupted step goes back to here."""
@@ -173,12 +222,13 @@ class Run(abc.ABC):
         """
         c = self.config
         for step in range(self.step, c.steps):
+            at_step(step)
             self._step_began = time.perf_counter()
             yield step
             if c.eval.every_steps and (step + 1) % c.eval.every_steps == 0 and step + 1 < c.steps:
                 evaluate()
             self.save_if_due(states)
-            self.check()
+            self.exchange(None, "the end of the step")
 
     def step_times(self, tokens: int) -> dict[str, float]:
         """The seconds of the step that ends now, in whole and in part, and the tokens that went through it in each."""
@@ -188,13 +238,15 @@ class Run(abc.ABC):
 
     def write_step(self, step: int, metrics: dict[str, float]) -> None:
         """Writes a step's metrics, and counts it as done."""
-        self.metrics.log(step, metrics)
+        if self.metrics:
+            self.metrics.log(step, metrics)
         self.step = step + 1
 
     def write_eval(self, result: dict[str, float], shown: dict[str, float]) -> dict[str, float]:
         """Writes an evaluation as `shown`, and returns its `result`."""
         self.last_eval = self.step, result
-        self.metrics.log_eval(self.step, shown)
+        if self.metrics:
+            self.metrics.log_eval(self.step, shown)
         return result
 
     # Saving and leaving ------------------------------------------------------------------------------------------------------
@@ -209,23 +261,30 @@ class Run(abc.ABC):
         with self.timers("save_checkpoint"):
             step, result = self.last_eval
             metric = self.score(result) if step == self.step else None
-            self.checkpoints.save(self.step, states, self.written(self._committed), metric)
+            new = self.checkpoints.save(self.step, states, self.written(self._committed), metric)
+            if self.audit and new:
+                self.audit.note("checkpoint", step=self.step, metric=metric)
 
     def leave(self, states: dict[str, Any], why: Interrupted) -> dict[str, Any]:
         """Saves an interrupted run."""
         self.save(states)
         self.checkpoints.wait()
         self.close()
+        if self.audit:
+            self.audit.note("interrupted", step=self.step, signal=str(why))
         log.warning("%s: saved step %d in %s; continue with --config.resume=True", why, self.step, self.directory)
         return {"interrupted": str(why), "steps": self.step, "run_dir": str(self.directory)}
 
     def finish(self, states: dict[str, Any], evaluate: Callable[[], dict[str, float]]) -> dict[str, Any]:
         """The last evaluation, checkpoint, export and report; returns the summary."""
+        if jax.process_count() > 1:
+            self.save(states)  # one process that fails in the evaluation could not save
         try:
             after = evaluate()
         except Exception:  # whatever went wrong, it shall not cost the weights
-            self.save(states)
-            self.checkpoints.wait()
+            if jax.process_count() == 1:
+                self.save(states)
+                self.checkpoints.wait()
             raise
         self.commit()
         self.save(states)
@@ -234,14 +293,18 @@ class Run(abc.ABC):
         if export:
             self.export(export, states)
         result = self.summary(after) | {"export": str(export) if export else None}
-        (self.directory / "result.json").write_text(json.dumps(result, indent=1) + "\n")
         self.close()
-        write_report(self.directory)
+        if is_chief():
+            (self.directory / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+            if self.audit:
+                self.audit.note("finished", step=self.step, result=result)
+            write_report(self.directory)
         return result
 
     def close(self) -> None:
         """Closes what the run writes to."""
-        self.metrics.close()
+        if self.metrics:
+            self.metrics.close()
 
 
 def run_directory(path: str) -> pathlib.Path:

@@ -7,7 +7,9 @@ the rollout engine. This is the only file that knows all the others; what they a
 a run writes and saves is in `jrl.run`.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 
 from jrl import config as config_lib
+from jrl.ahead import Ahead, Group, InTurn, draws, rollout_of, staleness
 from jrl.algorithms.advantages import token_rewards
 from jrl.algorithms.aggregation import weights
 from jrl.algorithms.kl import adapted_coef, kl
@@ -68,6 +71,8 @@ class Trainer:
         run_directory(config.run_dir)  # a mistake there should not wait for the model
         self.parts: Parts = build(config, pieces, reward, train_data, eval_data, speaker or 0, critic_head)
         self.run = RLRun(config, self.parts)
+        self.generation: InTurn | Ahead = self.make_ahead() if config.max_staleness else InTurn(self.parts.engine)
+        self.run.generation = self.generation
 
     @classmethod
     def from_pretrained(cls, path: str, config: Any = "configs/gsm8k_grpo.py", **options: Any) -> "Trainer":
@@ -84,6 +89,7 @@ class Trainer:
         with run:  # SIGTERM and Ctrl-C raise Interrupted at the next safe point
             states = run.restore()  # {"policy": TrainState, "critic": TrainState}, as saved or fresh
             try:
+                self.generation.start(config.steps - run.step)
                 self.publish(states)
                 if config.eval.at_start and not run.before:
                     run.before = self.evaluate()
@@ -92,11 +98,14 @@ class Trainer:
                     batch = next(batches)
                     metrics = self.update(step, states, batch)
                     self.publish(states)
+                    self.generation.step_done()
                     run.finish_step(step, batch, metrics)
                 return run.finish(states, self.evaluate)
             except Interrupted as why:
-                self.parts.engine.abort()
+                self.generation.interrupted()
                 return run.leave(states, why)
+            finally:
+                self.generation.stop()
 
     def experience(self, states: dict) -> Iterator[Batch]:
         """Training batches of `prompts_per_step` groups, made by whichever weights are published at that moment."""
@@ -106,7 +115,7 @@ class Trainer:
             parts: list[Batch] = []
             drawn = groups = 0
             for _ in range(1 + a.max_refills * a.dynamic_sampling):
-                batch = self.sample(self.parts.stream.next(wanted - groups), first_group=drawn)
+                batch = self.sample(wanted - groups, first_group=drawn)
                 self.run.record(batch)
                 drawn += wanted - groups
                 arguments = settings(a) | of_samples(batch, self.parts.rewards.weights)
@@ -122,14 +131,23 @@ class Trainer:
 
     # prompts -> rollout -> rewards -> advantages -----------------------------------------------------------------------
 
-    def sample(self, prompts: list[Prompt], first_group: int) -> Batch:
-        """A group of scored responses to each prompt, and the reward of the greedy one where the advantage asks for it."""
+    def sample(self, groups: int, first_group: int) -> Batch:
+        """Scored responses to the next prompts, and the reward of the greedy one where the advantage asks for it.
+
+        Args:
+          first_group: groups that the batch has had before; beyond the first draw, each stands in for one that was dropped.
+        """
         first = self.run.samples
         with self.run.timers("gen"):
-            rollout = self.generate(prompts, self.config.rollout.group_size, first_group=first_group)
+            if isinstance(self.generation, Ahead):
+                prompts, rollout, ids = self.taken(self.generation, groups, first_group)
+            else:
+                prompts = self.parts.stream.next(groups)
+                rollout = self.generate(prompts, self.config.rollout.group_size, first_group=first_group)
+                ids = first + np.arange(len(rollout))
         with self.run.timers("reward"):
             batch = self.score(prompts, rollout)
-        batch = dataclasses.replace(batch, ids=first + np.arange(len(batch)))
+        batch = dataclasses.replace(batch, ids=ids)
         if not self.parts.pieces.greedy:
             return batch
         with self.run.timers("gen_max"):
@@ -138,28 +156,69 @@ class Trainer:
         return dataclasses.replace(batch, greedy_rewards=baseline, valid=batch.valid & known)
 
     def generate(
-        self, prompts: list[Prompt], samples: int, temperature: float | None = None, first_group: int = 0, judged: bool = True
-    ) -> Rollout:
+        self, prompts: list[Prompt], samples: int, temperature: float | None = None, first_group: int = 0, judged: bool = True,
+        first_id: int | None = None,
+    ) -> Rollout:  # fmt: skip
         """`samples` responses to each prompt, at the training temperature unless told otherwise.
 
         Args:
           judged: they will be scored as they are, so their rewards may be made while others are generated.
+          first_id: the number of the first sample; by default the run's next, which are used up.
         """
-        c, run = self.config.rollout, self.run
-        temperature, ignore_eos = c.temperature if temperature is None else temperature, c.ignore_eos
-        requests = [
-            Request(np.asarray(x.tokens, np.int32), samples, c.max_new_tokens, temperature, run.samples + i * samples, ignore_eos)
-            for i, x in enumerate(prompts)
-        ]
-        run.samples += len(prompts) * samples
+        run = self.run
+        if first_id is None:
+            first_id = run.samples
+            run.samples += len(prompts) * samples
+        requests = [self.request(x, samples, first_id + i * samples, temperature) for i, x in enumerate(prompts)]
+        shares = self.parts.shares
+        mine, scored = shares.generated(len(requests)), shares.scored(len(requests))
 
-        def on_step(finished: list[Completion]) -> None:
-            run.check()
-            for x in finished if judged else ():  # what can be scored by itself need not wait for the last one
-                self.parts.rewards.submit(prompts[x.request], self.text(x.tokens), len(x.tokens))
+        def finished(completions: list[Completion]) -> None:
+            for x in completions if judged else ():  # what can be scored by itself need not wait for the last one
+                if mine[x.request] in scored:
+                    self.parts.rewards.submit(prompts[mine[x.request]], self.text(x.tokens), len(x.tokens))
 
-        completions = self.parts.engine.generate(requests, on_step=on_step)
+        made: list[Completion] = []
+        try:
+            check = run.check if shares.alone else lambda: None  # others in lockstep would go on without this process
+            made = self.generation.generate(requests[mine.start : mine.stop], finished, check)
+        except Interrupted:  # the others have to hear of it, below
+            self.generation.interrupted()
+        told = [dataclasses.replace(x, request=mine[x.request]) for x in made] if shares.reports else []
+        completions = list(itertools.chain(*run.exchange(told, "the others' responses")))
         return make_rollout([r.tokens for r in requests], completions, first_group + np.arange(len(prompts), dtype=np.int32))
+
+    def make_ahead(self) -> Ahead:
+        """What generates beside the learner, see `jrl.ahead`."""
+        c, parts, run = self.config.rollout, self.parts, self.run
+        mine = parts.shares.generated(c.prompts_per_step)
+
+        def request(group: Group, sample: int, count: int) -> Request:
+            return self.request(group.prompt, count, group.first_id + sample)
+
+        def finished(prompt: Prompt, x: Completion) -> None:
+            parts.rewards.submit(prompt, self.text(x.tokens), len(x.tokens))
+
+        most, copies = self.config.max_staleness, not self.config.pools.rollout
+        drawn = draws(parts.stream, lambda: run.samples, c.group_size, c.prompts_per_step, mine)
+        return Ahead(parts.engine, drawn, request, finished, c.group_size, len(mine), most, copies)
+
+    def taken(self, ahead: Ahead, count: int, first_group: int) -> tuple[list[Prompt], Rollout, np.ndarray]:
+        """The next groups of those that were generated ahead: prompts, responses and their numbers."""
+        mine, again = len(self.parts.shares.generated(count)), count if first_group else 0
+        made: list[Group] = []
+        with contextlib.suppress(Interrupted):  # the others have to hear of it, below
+            made = ahead.take(mine, self.run.check, again)
+        groups = list(itertools.chain(*self.run.exchange(made, "the others' responses")))
+        self.parts.stream.next(count)
+        self.run.samples += count * self.config.rollout.group_size
+        return [group.prompt for group in groups], *rollout_of(groups, first_group)
+
+    def request(self, prompt: Prompt, samples: int, first_id: int, temperature: float | None = None) -> Request:
+        """To the engine, at the training temperature unless told otherwise."""
+        c = self.config.rollout
+        temperature = c.temperature if temperature is None else temperature
+        return Request(np.asarray(prompt.tokens, np.int32), samples, c.max_new_tokens, temperature, first_id, c.ignore_eos)
 
     def score(self, prompts: list[Prompt], rollout: Rollout) -> Batch:
         """The rewards of a rollout; a sequence whose reward failed is marked, not lost."""
@@ -167,8 +226,9 @@ class Trainer:
         mine[:] = [prompts[i] for i in rollout.prompt_index]
         texts = self.texts(rollout)
         at_once = self.config.rollout.prompts_per_step * self.config.rollout.group_size  # as many as the deadline is meant for
+        columns = mine, texts, rollout.response_lens, np.isin(rollout.prompt_index, self.parts.shares.scored(len(prompts)))
         results = [
-            self.parts.rewards.score_prompts(*(list(x[i : i + at_once]) for x in (mine, texts, rollout.response_lens)))
+            self.parts.rewards.score_prompts(*(list(x[i : i + at_once]) for x in columns))
             for i in range(0, len(rollout), at_once)
         ]
         join = lambda values: np.concatenate(list(values))  # noqa: E731
@@ -236,12 +296,14 @@ class Trainer:
     def update(self, step: int, states: dict, batch: Batch) -> dict[str, float]:
         """Epochs over minibatches of the batch, critic first; replaces the states, which are donated."""
         a, p = self.config.algorithm, self.parts
-        known = [p.engine.version, *self.run.replay.versions]
+        known = [*self.run.published, *self.run.replay.versions]
         if not np.isin(batch.rollout.versions[batch.rollout.loss_mask], known).all():
-            raise RuntimeError(f"step {step}: the batch is of other weights than the published version {p.engine.version}")
+            raise RuntimeError(f"step {step}: the batch is of other weights than the published versions {[*self.run.published]}")
         rng = np.random.default_rng((self.config.seed, step))
-        p.engine.load(None, -1)  # it may be borrowing the very arrays that the updates donate
+        self.generation.release()  # it may be borrowing the very arrays that the updates donate
         metrics: dict[str, list[float]] = {}
+        if isinstance(self.generation, Ahead):
+            collect(metrics, "rollout", staleness(batch.rollout, self.run.published) | {"ready_groups": self.generation.ready})
         for _ in range(a.epochs):
             for rows in minibatches(batch.rollout.group_ids, a.minibatches, rng):
                 taught = self.taught(batch, rows)
@@ -314,21 +376,24 @@ class Trainer:
     def publish(self, states: dict) -> None:
         """The policy's arrays in the rollout's layout and precision; where both agree these are the same arrays."""
         with self.run.timers("update_weights"):
-            params = self.parts.rollout_weights(states["policy"].params)
-            self.parts.engine.load(params, int(states["policy"].step))
+            params, version = self.parts.rollout_weights(states["policy"].params), int(states["policy"].step)
+            self.run.published.append(version)
+            self.generation.publish(params, version)
 
     # evaluation ----------------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy: the mean of `eval.samples` at the training temperature, and greedy; nothing without such data."""
-        p, samples, drawn = self.parts, self.config.eval.samples, self.run.samples
+        p, samples, first = self.parts, self.config.eval.samples, self.parts.first_eval_sample
         if not p.eval_prompts:
             return {}
-        self.run.samples = p.first_eval_sample  # the same random numbers every time, and none of the training's
-        with self.run.timers("testing"):
-            sampled = self.score(p.eval_prompts, self.generate(p.eval_prompts, samples)) if samples else None
-            greedy = self.score(p.eval_prompts, self.generate(p.eval_prompts, 1, temperature=0.0))
-        self.run.samples = drawn
+
+        def scored(samples: int, temperature: float | None, first_id: int) -> Batch:
+            return self.score(p.eval_prompts, self.generate(p.eval_prompts, samples, temperature, first_id=first_id))
+
+        with self.run.timers("testing"):  # with the same random numbers every time, and none of the training's
+            sampled = scored(samples, None, first) if samples else None
+            greedy = scored(1, 0.0, first + len(p.eval_prompts) * samples)
         return self.run.log_eval(sampled, greedy)
 
 

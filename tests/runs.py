@@ -38,7 +38,8 @@ def command(folder: pathlib.Path, arg: str = "", **changes: Any) -> list[str]:
 
 def start(args: list[str], **options: Any) -> subprocess.Popen:
     """A process beside this one, with its devices and precision."""
-    return subprocess.Popen(args, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(args, cwd=ROOT, text=True, **(pipes | options))
 
 
 def lines(path: pathlib.Path) -> list[dict]:

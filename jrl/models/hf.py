@@ -14,6 +14,7 @@ from jrl.models.arch import Arch
 from jrl.models.assemble import assemble, at
 from jrl.models.decoder import Decoder, Params, RewardModel, abstract_params
 from jrl.models.names import tensors
+from jrl.sharding.hosts import fetch, is_chief
 
 SHARD_BYTES = 2 << 30
 OF_STEPS = {"score_of": "steps"}  # in config.json, where each step of an answer has a score, not the whole
@@ -111,7 +112,7 @@ def save_hf(
     directory: str | pathlib.Path, arch: Arch, params: Params, tokenizer: Any = None, eos_ids: tuple[int, ...] = (),
     of_steps: bool = False,
 ) -> None:  # fmt: skip
-    """Writes config, weights in files of at most 2 GiB, generation config and tokenizer.
+    """Writes config, weights in files of at most 2 GiB, generation config and tokenizer; of several processes the first writes.
 
     Args:
       of_steps: the parameters are of a `RewardModel` that scores steps; `scores_of` reads it back.
@@ -121,6 +122,10 @@ def save_hf(
 
     Weights are fetched from the devices one parameter at a time and written as float32, bit for bit.
     """
+    if not is_chief():
+        for path, _, _ in tensors(arch, "hf", "value" in params):
+            fetch(at(params, path))  # every process has to give its parts
+        return
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("model*.safetensors*"):
@@ -164,7 +169,7 @@ def _write_shards(directory: pathlib.Path, arch: Arch, params: Params) -> list[t
             pending.clear()
 
     for path, template, transposed in tensors(arch, "hf", "value" in params):
-        values = np.asarray(jax.device_get(at(params, path)))
+        values = np.asarray(fetch(at(params, path)))
         for layer, value in enumerate(values) if "{}" in template else [(0, values)]:
             value = np.ascontiguousarray(value.T if transposed else value)
             if sum(x.nbytes for x in pending.values()) + value.nbytes > SHARD_BYTES:

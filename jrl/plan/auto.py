@@ -39,7 +39,7 @@ def this_chip(devices: list[jax.Device]) -> Chip:
     if known is not None:
         return known
     platform = devices[0].platform
-    memory = _host_bytes() / len(devices) if platform == "cpu" else (devices[0].memory_stats() or {}).get("bytes_limit", 0)
+    memory = _device_bytes_of_cpu() if platform == "cpu" else (devices[0].memory_stats() or {}).get("bytes_limit", 0)
     if not memory:
         raise UserError(f"config.plan=auto: a device of kind {devices[0].device_kind!r} is not known; set the meshes instead")
     # Rates in the proportions of a CPU with two cores; only the proportions matter to a choice.
@@ -49,13 +49,12 @@ def this_chip(devices: list[jax.Device]) -> Chip:
 def refuse_what_cannot_fit(plan: Plan, arch: Arch, devices: list[jax.Device]) -> None:
     """Raises UserError where what is counted exactly exceeds a device's memory; estimates alone make a warning."""
     known = chip_of(devices[0])
-    memory = known.hbm_bytes if known else _host_bytes() / len(devices) if devices[0].platform == "cpu" else None
+    memory = known.hbm_bytes if known else _device_bytes_of_cpu() if devices[0].platform == "cpu" else None
     if memory is None:
         return
-    exact = {p: sum(n for name, n in parts.items() if ESTIMATE not in name) for p, parts in plan.phase_bytes.items()}
-    phase, most = max(exact.items(), key=lambda item: item[1])
+    phase, needed = plan.most_needed(lambda name: ESTIMATE not in name)
     far = sum(plan.host_bytes.values()) if devices[0].platform == "cpu" else 0  # there it is the same memory
-    needed = sum(plan.held_bytes.values()) + far + most
+    needed += far
     if needed > memory:
         raise UserError(
             f"config.model.path: {arch.num_params() / 1e6:,.0f} M parameters need {size_text(needed)} on each device while"
@@ -67,5 +66,6 @@ def refuse_what_cannot_fit(plan: Plan, arch: Arch, devices: list[jax.Device]) ->
         log.warning("memory: about %s may be needed on each device, which has %s", text, size_text(memory))
 
 
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _device_bytes_of_cpu() -> float:
+    """The host's memory, shared by this process's devices."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()

@@ -30,7 +30,7 @@ def count(weights: list[tuple[tuple[int, ...], Any]]) -> int:
     return sum(math.prod(shape) for shape, _ in weights)
 
 
-def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict[str, dict[str, int]]:
+def held_bytes(config, arch: Arch, layouts, weights, batch, backend: Backend, dtype) -> dict[str, dict[str, int]]:
     """What is held all the time, by the memory that holds it: the device's own, or its part of the host's."""
     held: dict[str, int] = {}
     far: dict[str, int] = {}
@@ -50,12 +50,14 @@ def held_bytes(config, layouts, weights, batch, backend: Backend, dtype) -> dict
     shards = (math.prod(rollout.sharding(x.axes, x.shape).shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in pool)
     kind = dtype.name if config.rollout.kv == "same" else config.rollout.kv
     held[f"rollout: KV pool, {kind}, at most"] = sum(shards)
+    if config.max_staleness:
+        held |= {f"rollout: {name}": n for name, n in _rollout_weights(config, arch, rollout, weights, dtype).items()}
     return {DEVICE: held, HOST: far}
 
 
 def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dict[str, int]]:
-    """The rollout's weights are let go before the updates and made anew after them."""
-    rollout = _rollout_weights(config, arch, layouts["rollout"], weights, dtype)
+    """The rollout's weights are let go before the updates and made anew after them, unless both go on side by side."""
+    rollout = {} if config.max_staleness else _rollout_weights(config, arch, layouts["rollout"], weights, dtype)
     tensor = layouts["rollout"].mesh.shape["tensor"]
     tokens = batch["slots"] * (config.rollout.speculate + 1)  # of a pass of decoding
     decode_logits = tokens * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
@@ -87,10 +89,11 @@ def _rollout_weights(config, arch: Arch, layout: Layout, weights, dtype) -> dict
     if config.rollout.weights == "int8":
         pairs = zip(*map(jax.tree.leaves, int8_arrays(arch, layout, dtype)), strict=True)
         return {"rollout weights, int8": sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)}
+    copies = config.max_staleness or config.pools.rollout or dtype.itemsize != MASTER_BYTES
     copied = sum(
         math.prod(shape)
         for (shape, spec), (train_shape, train_spec) in zip(weights["rollout"], weights["learner"], strict=True)
-        if dtype.itemsize != MASTER_BYTES or not _same_placement(spec, train_spec, shape, train_shape)
+        if copies or not _same_placement(spec, train_spec, shape, train_shape)
     )
     label = f"rollout weights, {dtype.name}" if copied else "rollout weights, the policy's own"
     return {label: copied * dtype.itemsize}

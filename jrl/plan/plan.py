@@ -9,7 +9,7 @@ plan for 256 chips can be made on a laptop.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ class Plan:
     num_devices: int
     meshes: dict[str, dict[str, int]]  # model -> axis -> devices
     about: list[str]  # the step, its rollout and its updates, in words
+    apart: tuple[str, ...]  # the models that have devices of their own
     batch: dict[str, int]
     held_bytes: dict[str, int]  # for the whole run
     host_bytes: dict[str, int]  # likewise, but in the memory of the device's host
@@ -55,8 +56,25 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """What is held, and the phase that needs most."""
-        return sum(self.held_bytes.values()) + max(sum(phase.values()) for phase in self.phase_bytes.values())
+        """What a device holds, and the phase that needs most, of the devices that need most."""
+        return self.most_needed()[1]
+
+    def most_needed(self, counted: Callable[[str], bool] = lambda _: True) -> tuple[str, int]:
+        """The phase in which a device needs most, and how much with what it holds.
+
+        Args:
+          counted: which of the phases' parts are.
+        """
+        needs = {}
+        for phase, parts in self.phase_bytes.items():
+            held = sum(n for name, n in self.held_bytes.items() if self._pool(name) == self._pool(phase))
+            needs[phase] = held + sum(n for name, n in parts.items() if counted(name))
+        return max(needs.items(), key=lambda item: item[1])
+
+    def _pool(self, label: str) -> str:
+        """Whose devices a label of bytes is about."""
+        of = {"generating": "rollout", "updating the critic": "critic"}.get(label, label.partition(":")[0].split()[0])
+        return of if of in self.apart else "learner"
 
     def to_dict(self) -> dict[str, Any]:
         """For json."""
@@ -96,10 +114,11 @@ class Plan:
 
 def num_devices(config) -> int:
     """The devices that the config's meshes fix, by their product; where none does, the devices of this machine."""
-    for section in ("learner", "rollout") if config.stage == "rl" else ("learner",):
+    apart = sum(config.pools.values())
+    for section in ("learner", "rollout") if config.stage == "rl" and not config.pools.rollout else ("learner",):
         sizes = config[section].mesh.to_dict().values()
         if -1 not in sizes:
-            return math.prod(sizes)
+            return math.prod(sizes) + apart
     return len(jax.devices())
 
 
@@ -132,12 +151,13 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
     with naming(f"config.rollout.unroll_layers={config.rollout.unroll_layers!r}"):
         worth_it(config.rollout.unroll_layers, backend, config.rollout.max_new_tokens)
     with naming(_mesh_key(config, "rollout")):
-        held = held_bytes(config, layouts, weights, batch, attention, dtype)
+        held = held_bytes(config, arch, layouts, weights, batch, attention, dtype)
     phases = phase_bytes(config, arch, layouts, weights, batch, dtype)
     facts = model_facts(arch, dtype)
     meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
     programs = program_sizes(config, layouts, batch, attention)
-    return Plan(facts, num_devices, meshes, _about(batch), batch, held[DEVICE], held[HOST], phases, programs)
+    apart = tuple(name for name, count in config.pools.items() if count)
+    return Plan(facts, num_devices, meshes, _about(batch), apart, batch, held[DEVICE], held[HOST], phases, programs)
 
 
 def model_facts(arch: Arch, dtype: Any) -> dict[str, Any]:
@@ -197,8 +217,11 @@ def abstract_layouts(config, num_devices: int) -> dict[str, Layout]:
         used = {"learner": True}
     for name in (name for name, wanted in used.items() if wanted):
         sizes, kind = config[name].mesh.to_dict(), "rollout" if name == "rollout" else "train"
+        own = config.pools.get(name, 0)
+        sizes = sizes if any(sizes.values()) or not own else {"fsdp": -1}
         with naming(_mesh_key(config, name)):
-            layouts[name] = abstract_layout(kind, sizes, num_devices) if any(sizes.values()) else layouts["learner"]
+            count = own or num_devices - sum(config.pools.values())
+            layouts[name] = abstract_layout(kind, sizes, count) if any(sizes.values()) else layouts["learner"]
     return layouts
 
 

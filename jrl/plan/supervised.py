@@ -49,7 +49,7 @@ def make_stage_plan(config, arch: Arch, num_devices: int, backend: str | None = 
         f"microbatch {layout.batch_shards} shards x {c.microbatch_tokens} tokens",
     ]
     meshes = {"learner": dict(layout.mesh.shape)}
-    return Plan(facts, num_devices, meshes, about, {}, held[DEVICE], held[HOST], phases, programs)
+    return Plan(facts, num_devices, meshes, about, (), {}, held[DEVICE], held[HOST], phases, programs)
 
 
 def update_sizes(config, stage: Any, layout: Layout) -> list[tuple[int, ...]]:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import importlib.util
 import inspect
+import itertools
 import logging
 import math
 import os
@@ -24,11 +25,12 @@ from jrl.errors import UserError
 from jrl.rewards import formats, rules, sandbox, verifiers
 from jrl.rewards.per_sample import PerSample
 from jrl.rewards.remote import remote
-from jrl.rewards.runners import Abandonable, Batches, Inline, Process, Row, Runner
+from jrl.rewards.runners import Abandonable, Batches, Inline, Outcome, Process, Row, Runner
 from jrl.rewards.worker import RewardFailure
 
 log = logging.getLogger(__name__)
 
+Arguments = tuple[list, list, dict[str, list]]  # prompts, completions, columns
 RewardFn = Callable[..., Any]  # (prompts: list[str], completions: list[str], **columns: list) -> N numbers
 
 
@@ -141,30 +143,48 @@ class RewardManager:
             if isinstance(runner, PerSample):
                 runner.submit(prompt.text, completion, prompt.columns | {LENGTHS: tokens}, self._timeout_s)
 
-    def score_prompts(self, prompts: Sequence[Prompt], completions: Sequence[str], tokens: Sequence[int]) -> RewardResult:
+    def score_prompts(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], tokens: Sequence[int], mine: Sequence[bool] | None = None
+    ) -> RewardResult:
         """`score` with the texts and the columns of the prompts, one prompt for each completion.
 
         Args:
           tokens: how many each completion has, as the column `completion_tokens`.
+          mine: see `score`.
         """
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         columns: dict[str, Sequence] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        return self.score([prompt.text for prompt in prompts], list(completions), columns | {LENGTHS: [int(n) for n in tokens]})
+        return self.score(
+            [prompt.text for prompt in prompts], list(completions), columns | {LENGTHS: [int(n) for n in tokens]}, mine
+        )
 
-    def score(self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence]) -> RewardResult:
+    def score(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence],
+        mine: Sequence[bool] | None = None,
+    ) -> RewardResult:  # fmt: skip
         """Rewards of N completions.
 
         Args:
           prompts: N texts as rendered.
           completions: N texts.
           columns: name -> N values, handed to the functions by name.
+          mine: of the processes of a run, which each give this all completions, the ones that this process is to score; by
+            default all.
         """
         n = len(completions)
-        lists = {name: list(values) for name, values in columns.items()}
-        arguments = (list(prompts), list(completions), lists, self._timeout_s)
+        rows = np.arange(n) if mine is None else np.flatnonzero(mine)
+        everything: Arguments = (list(prompts), list(completions), {name: list(values) for name, values in columns.items()})
+        own = everything if len(rows) == n else _picked(everything, rows)
+
+        def ask(runner: Runner) -> Outcome:
+            prompts, completions, columns = everything if _of_all(runner) else own
+            return runner.run(prompts, completions, columns, self._timeout_s)
+
         with ThreadPoolExecutor(len(self._functions)) as pool:
-            running = [pool.submit(runner.run, *arguments) for _, runner, _ in self._functions]
+            running = [pool.submit(ask, runner) for _, runner, _ in self._functions]
             outcomes = [future.result() for future in running]
+        if mine is not None:
+            outcomes = self._joined(outcomes, rows, n)
         total, valid = np.zeros(n, np.float32), np.ones(n, bool)
         parts, counts = {}, Counter[str]()
         for (name, _, weight), (rewards, failures) in zip(self._functions, outcomes, strict=True):
@@ -177,6 +197,21 @@ class RewardManager:
             if strange := n - int(fine.sum()) - sum(failure.samples for failure in failures):
                 self._count(counts, f"{name}/nan", strange, "the reward is not a finite number")
         return RewardResult(np.where(valid, total, np.float32(0)), parts, valid, dict(counts))
+
+    def _joined(self, outcomes: list[Outcome], rows: np.ndarray, n: int) -> list[Outcome]:
+        """With what the other processes have scored."""
+        from jrl.sharding.hosts import gather  # here, as workers that import this package need no jax
+
+        alone = [not _of_all(runner) for _, runner, _ in self._functions]
+        parts = gather((rows, list(itertools.compress(outcomes, alone))), "the others' rewards")
+        joined = []
+        for number in range(sum(alone)):
+            rewards = np.full(n, np.nan, np.float32)
+            for theirs, made in parts:
+                rewards[theirs] = made[number][0]
+            joined.append((rewards, [failure for _, made in parts for failure in made[number][1]]))
+        left = iter(joined)
+        return [next(left) if own else outcome for own, outcome in zip(alone, outcomes, strict=True)]
 
     def _count(self, counts: Counter[str], kind: str, samples: int, text: str) -> None:
         counts[kind] += samples
@@ -198,6 +233,17 @@ def parse_functions(text: str) -> list[tuple[str, str, float]]:
             raise UserError(f"reward.functions={text!r}: {item.strip()!r} is neither NAME nor NAME*WEIGHT")
         functions.append((function.rpartition(":")[2], function, number))
     return functions
+
+
+def _of_all(runner: Runner) -> bool:
+    """Whether a reward is computed by all processes of a run together, on all samples."""
+    return getattr(runner, "of_all", False)
+
+
+def _picked(arguments: Arguments, rows: np.ndarray) -> Arguments:
+    pick = lambda values: [values[i] for i in rows]  # noqa: E731
+    prompts, completions, columns = arguments
+    return pick(prompts), pick(completions), {name: pick(values) for name, values in columns.items()}
 
 
 def _check_names(functions: Sequence[tuple[str, RewardFn | Runner | str, float]]) -> None:

@@ -51,6 +51,9 @@ class Chats:
 class ModelReward:
     """Scores samples with a reward model, in batches; `load` comes before the first.
 
+    Attributes:
+      of_all: its mesh spans the processes of a run, so all of them score all samples together.
+
     Args:
       forward: makes the model's forward pass from its architecture and layout.
       microbatch_tokens: padded tokens of one pass, per data shard.
@@ -58,6 +61,8 @@ class ModelReward:
     Raises:
       UserError: no reward model is at the path.
     """
+
+    of_all = True
 
     def __init__(
         self, path: str, layout: Layout, forward: Callable[[Any, Layout], Forward], microbatch_tokens: int, chats: Chats

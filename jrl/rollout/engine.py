@@ -26,6 +26,7 @@ from jrl.rollout.slot_controls import SlotControls
 from jrl.rollout.speculate import Speculation, Tally
 from jrl.rollout.tables import TableMaker
 from jrl.shapes import ProgramLog
+from jrl.sharding.hosts import fetch, put
 from jrl.types import Completion
 
 log = logging.getLogger("jrl")
@@ -62,6 +63,13 @@ class EngineStats(Counts):
             "rollout/prefill_saved": 1 - self.prefill_tokens / max(self.prompt_tokens, 1),
             "rollout/preemptions": self.preemptions,
         }
+
+
+def sum_stats(parts: Iterable[EngineStats]) -> EngineStats:
+    """Of several engines; their seconds, which pass side by side, are the longest."""
+    rows = [dataclasses.asdict(part) for part in parts]
+    total = {name: sum(row[name] for row in rows) for name in rows[0]}
+    return EngineStats(**total | {"seconds": max(row["seconds"] for row in rows)})
 
 
 class Engine:
@@ -239,7 +247,7 @@ class Engine:
 
     def rows(self, x: np.ndarray) -> jax.Array:
         """An array [R, ..] on the devices of its replicas."""
-        return jax.device_put(x, self.layout.sharding(("batch",)))
+        return put(x, self.layout.sharding(("batch",)))
 
     def _prefill(self) -> None:
         """Caches the next part of the open prompts; those of like length together, so that a call's padding is small."""
@@ -279,7 +287,7 @@ class Engine:
         score = chunks[0][2].scored
         self.compiled.note("prefill", score, most, length, before)
         self.pool, logprobs = self.programs.prefill(score, self.params, self.pool, Prompts(*map(self.rows, prompts)))
-        logprobs = jax.device_get(logprobs) if score else None
+        logprobs = fetch(logprobs) if score else None
         for r, p, prefix, count in chunks:
             if prefix.group.prompt_logprobs is not None and logprobs is not None:
                 prefix.group.prompt_logprobs[prefix.cached + 1 : prefix.cached + 1 + count] = logprobs[r, p, :count]
@@ -347,7 +355,7 @@ class Engine:
             best, self.decode_params, self.pool, table, slots, controls, self.key, leave_at
         )
         self.controls.update(controls)
-        return not new and (best, controls) == (0, None), *jax.device_get((slots, out)), None
+        return not new and (best, controls) == (0, None), *fetch((slots, out)), None
 
     def _draft_call(self, table: Table, leave_at: np.int32) -> tuple[bool, Slots, Decoded, Tally]:
         """As `_plain_call`, with drafts; nobody asks for controls."""
@@ -356,7 +364,7 @@ class Engine:
         self.pool, *rest = self.speculation.program(
             self.decode_params, self.pool, table, slots, self.rows(self.speculation.history), self.key, leave_at
         )
-        return not new, *jax.device_get(rest)
+        return not new, *fetch(rest)
 
     def _count(self, made: np.ndarray, passes: np.ndarray, tally: Tally | None) -> None:
         """Tokens and forward passes of each slot in a call, both i32[R, B], which are the same without drafts."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jrl.sharding.hosts import fetch
 from jrl.sharding.layout import device_list, path_name
 from jrl.sharding.memory_kinds import HOST
 from jrl.sharding.offload import near
@@ -43,7 +44,7 @@ def digest(tree: Any, dtype: Any = None) -> dict[str, int]:
     sums = np.zeros(len(leaves), np.uint32)
     for group in groups.values():
         program = _program(tuple(leaves[i][1].sharding for i in group), None if dtype is None else jnp.dtype(dtype))
-        sums[group] = np.asarray(program([leaves[i][1] for i in group]))  # waits, so one is gone when the next one comes
+        sums[group] = fetch(program([leaves[i][1] for i in group]))  # waits, so one is gone when the next one comes
     return {path_name(path): int(total) for (path, _), total in zip(leaves, sums, strict=True)}
 
 

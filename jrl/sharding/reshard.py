@@ -11,8 +11,8 @@ Three cases, leaf by leaf:
 Leaves move one after another, so that beside the tree and its result there is only what one leaf's program needs, and in case
 3 its regrouped parts.
 
-What is left out: case 3 wants all devices in one process; and placements that are no `NamedSharding`, or typed random keys,
-go as XLA's partitioner likes.
+What is left out: in case 3 a part stays in its process, so the source devices of each must be able to hold all parts that its
+target devices want; and placements that are no `NamedSharding`, or typed random keys, go as XLA's partitioner likes.
 """
 
 import functools
@@ -160,9 +160,7 @@ def _matching(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Nam
 
 
 def _send(x: jax.Array, target: Sharding) -> jax.Array:
-    """Every target device's shard, cut from a part of `x` that contains it, the copies of a part taking turns."""
-    if not (x.is_fully_addressable and target.is_fully_addressable):
-        raise UserError("reshard: the two meshes are on different devices of several processes; give both all devices")
+    """Every target device's shard, cut from a part of `x` of its process that contains it, copies of a part taking turns."""
     holders: dict[tuple, list[jax.Array]] = {}
     for part in x.addressable_shards:
         holders.setdefault(_bounds(part.index, x.shape), []).append(part.data)
@@ -170,7 +168,12 @@ def _send(x: jax.Array, target: Sharding) -> jax.Array:
     cut, devices = [], []
     for device, index in target.addressable_devices_indices_map(x.shape).items():
         wanted = _bounds(index or (), x.shape)
-        bounds = next(b for b in turns if all(lo <= a and z <= hi for (lo, hi), (a, z) in zip(b, wanted, strict=True)))
+        bounds = next((b for b in turns if all(lo <= a and z <= hi for (lo, hi), (a, z) in zip(b, wanted, strict=True))), None)
+        if bounds is None:
+            raise UserError(
+                f"reshard: devices of process {jax.process_index()} want parts that other processes' source devices have; give"
+                " both meshes devices of every process, and split over no more than the source has in one"
+            )
         part = next(turns[bounds])
         cut.append(part if bounds == wanted else part[_inside(wanted, bounds)])
         devices.append(device)
