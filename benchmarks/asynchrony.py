@@ -1,0 +1,92 @@
+"""Wall-clock time of the same GRPO steps, in turn and with generation ahead of learning; prints one JSON report.
+
+python benchmarks/asynchrony.py --model DIR_OR_GGUF --steps 8 --staleness 1
+
+Completions are long-tailed: most of them an eighth of --completion-tokens, one in 16 all of it; each sample's length is the
+same in every mode, so all modes make and learn from as many tokens. On CPU each mode has two virtual devices: in turn both
+are shared, ahead one generates and one learns.
+"""
+
+import os
+import sys
+import time
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import dataclasses  # noqa: E402
+import tempfile  # noqa: E402
+
+import common  # noqa: E402
+import numpy as np  # noqa: E402
+from step import reward  # noqa: E402
+
+from jrl.config import default_config  # noqa: E402
+from jrl.data import Prompt  # noqa: E402
+from jrl.models.load import load_model  # noqa: E402
+from jrl.rollout.scheduler import Request  # noqa: E402
+from jrl.trainer import Trainer  # noqa: E402
+
+
+class LongTailed(Trainer):
+    """Whose samples end where the workload says, by the number of their group's first sample."""
+
+    def request(self, prompt: Prompt, samples: int, first_id: int, temperature: float | None = None) -> Request:
+        asked = super().request(prompt, samples, first_id, temperature)
+        draw = np.random.default_rng(first_id // self.config.rollout.group_size).random()
+        short = max(asked.max_new_tokens // 8, 1)
+        return dataclasses.replace(asked, max_new_tokens=asked.max_new_tokens if draw < 1 / 16 else short)
+
+
+def seconds_of(args, texts: list[str], staleness: int) -> dict:
+    """Of the steps after the first two, which compile."""
+    c = default_config()
+    c.model.path, c.run_dir, c.steps = args.model, tempfile.mkdtemp(prefix="jrl_async_"), args.steps + 2
+    c.rollout.prompts_per_step, c.rollout.group_size = args.prompts, args.group
+    c.rollout.max_new_tokens, c.rollout.ignore_eos = args.completion_tokens, True
+    c.data.train, c.data.use_chat_template, c.data.max_prompt_tokens = "texts", False, args.prompt_tokens
+    c.data.eval_size = 1
+    c.eval.at_start = False
+    c.learner.microbatch_tokens = args.microbatch_tokens
+    c.max_staleness, c.pools.rollout = staleness, int(staleness > 0)
+    c.algorithm.rollout_is_cap = 2.0 if staleness else 0.0
+    c.log.samples = c.log.tensorboard = c.export.hf = False
+    trainer = LongTailed(c, reward=reward, train_data=[{"question": t, "answer": "0"} for t in texts])
+    states, ends, tokens = trainer.run.restore(), [], 0
+    trainer.generation.start(c.steps)
+    trainer.publish(states)
+    batches = trainer.experience(states)
+    for step in range(c.steps):
+        batch = next(batches)
+        trainer.update(step, states, batch)
+        trainer.publish(states)
+        trainer.generation.step_done()
+        ends.append(time.perf_counter())
+        tokens += int(batch.rollout.response_lens.sum())
+        print(f"staleness {staleness}: step {step + 1}/{c.steps}", file=sys.stderr, flush=True)
+    trainer.generation.stop()
+    trainer.run.checkpoints.close()
+    return {"seconds": round(ends[-1] - ends[1], 2), "steps": args.steps, "tokens_of_all_steps": tokens}
+
+
+def main() -> None:
+    parser = common.parser(__doc__.splitlines()[0])
+    parser.add_argument("--staleness", type=int, default=1, help="steps that generation may be ahead")
+    parser.set_defaults(completion_tokens=128, steps=8, model="random:small")
+    args = parser.parse_args()
+    count = args.prompts * (args.steps + 2) + 1
+    texts = common.make_texts(load_model(args.model).tokenizer, count, args.prompt_tokens, args.text)
+    found = {"in turn": seconds_of(args, texts, 0), "ahead": seconds_of(args, texts, args.staleness)}
+    again = seconds_of(args, texts, 0)  # the machine's speed may have changed in between
+    turn = (found["in turn"]["seconds"] + again["seconds"]) / 2
+    common.emit(
+        {
+            "benchmark": "asynchrony", "args": vars(args), **found, "in turn, again": again,
+            "in_turn_over_ahead": round(turn / found["ahead"]["seconds"], 3),
+        },
+        args.json,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
