@@ -98,11 +98,11 @@ def picture(curves: Sequence[Curve], title: str, size: Size = WIDE, behind: Sequ
 
 
 def value_range(curves: Iterable[Curve]) -> tuple[float, float]:
-    """Least and greatest value to show. Bands may widen what the points span by half at most: that of two seeds can be huge."""
+    """Least and greatest value to show; bands, which can be huge, widen what the points span by a quarter at either end."""
     curves = list(curves)
     values = [value for curve in curves for _, value in curve.points]
     low, high = min(values), max(values)
-    room = (high - low) / 2
+    room = (high - low) / 4
     edges = [edge for curve in curves for pair in curve.band for edge in pair if math.isfinite(edge)]
     return max(min([low, *edges]), low - room), min(max([high, *edges]), high + room)
 

@@ -143,7 +143,7 @@ class Execution:
         self._seconds: list[float] = []
         self._most_at_once = 1
 
-    def all(self, on_end: Callable[["Execution"], None]) -> int | None:
+    def all(self, on_end: Callable[["Execution"], Any]) -> int | None:
         """Runs what is not finished; the signal that cut it short, if one came.
 
         Args:
@@ -160,7 +160,7 @@ class Execution:
                 raise
         return signals.received[0] if signals.received else None
 
-    def _loop(self, received: list[int], on_end: Callable[["Execution"], None]) -> None:
+    def _loop(self, received: list[int], on_end: Callable[["Execution"], Any]) -> None:
         """Until all runs are over; once a signal is in `received`, until those that have been started are."""
         forwarded = 0
         while self._active or (self._waiting and not received):
@@ -199,7 +199,8 @@ class Execution:
             active.began = time.monotonic()
             if not stopped:
                 verb = "resumed" if active.resumed else "started"
-                log.info("%s of %d %s: %s", self._number(run), len(self.sweep.runs), verb, run.name)
+                log.info("%s of %d %s: %s", self._number(run), len(self.sweep.runs), verb, safe_line(run.name))
+        seconds = time.monotonic() - (active.began or time.monotonic())
         self._most_at_once = max(self._most_at_once, sum(a.began is not None for _, a in self._active.values()))
         if code is None:
             return False
@@ -209,14 +210,14 @@ class Execution:
             status = FAILED if code else INTERRUPTED  # it was told to leave by somebody else
         elif status == BEGUN:
             status = INTERRUPTED
-        self._end(run, status, time.monotonic() - active.began)
+        self._end(run, status, seconds)
         return True
 
     def _end(self, run: Run, status: str, seconds: float) -> None:
         self.status[run.name] = status
         self._seconds += [seconds] if status == FINISHED else []
         log.info(
-            "%s of %d %s: %s, %s%s; %s", self._number(run), len(self.sweep.runs), status, run.name, duration(seconds),
+            "%s of %d %s: %s, %s%s; %s", self._number(run), len(self.sweep.runs), status, safe_line(run.name), duration(seconds),
             _headline(run), self._left(),
         )  # fmt: skip
 

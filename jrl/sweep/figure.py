@@ -15,13 +15,19 @@ PANEL_INCHES = (3.4, 2.5)
 
 
 def save_figure(panels: Sequence[Panel], path: pathlib.Path, ylabel: str = "") -> bool:
-    """Writes the picture in the format that the path's ending names; False, with a line in the log, without matplotlib."""
+    """Writes the picture in the format that the path's ending names; False, with a line in the log, without matplotlib.
+
+    Args:
+      panels: at least one.
+      ylabel: by default the metric, where it stands in no title.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         log.info("%s is left out: matplotlib is not installed (pip install -e '.[plot]')", path.name)
         return False
+    alike = len({panel.metric for panel in panels}) == 1
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context({"svg.hashsalt": "jrl", "font.size": 8}):  # the same bytes for the same data
@@ -37,14 +43,14 @@ def save_figure(panels: Sequence[Panel], path: pathlib.Path, ylabel: str = "") -
             low, high = value_range([*panel.behind, *panel.curves])
             margin = 0.04 * (high - low) or 0.5
             axes.set_ylim(low - margin, high + margin)
-            axes.set_title(panel.title)
+            axes.set_title(panel.metric if not panel.arm else panel.arm if alike else f"{panel.metric}\n{panel.arm}")
             axes.grid(color="0.92")
         if len(panels[0].curves) > 1:
             handles, labels = grid.flat[0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), frameon=False)
         figure.supxlabel("step")
-        figure.supylabel(ylabel)
-        figure.savefig(path, dpi=150, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
+        figure.supylabel(ylabel or (panels[0].metric if alike and panels[0].arm else ""))
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     return True
 
 

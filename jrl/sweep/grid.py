@@ -43,6 +43,11 @@ class Arm:
     settings: dict[str, Any]  # every key but `OWN_KEYS` -> value
     agents: tuple[str, ...]  # their names, where an episode has several
 
+    @property
+    def label(self) -> str:
+        """In few words: the last part of each key, and its value."""
+        return ", ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in self.values.items()) or NO_GRID
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -55,7 +60,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.arm.name} seed {self.seed}"
+        return f"{self.arm.label}, seed {self.seed}"
 
     @property
     def log(self) -> pathlib.Path:
@@ -151,25 +156,28 @@ def make_sweep(
         _refuse_own(f"--config.{key}={text}", key)
         if key in grid:
             raise UserError(f"--config.{key}={text}: --grid has values for it; leave out one of them")
-    arms, mistakes = [], []
+    arms = _make_arms(config, overrides, grid)
+    values: dict[str, list[Any]] = {key: [] for key in grid}
+    for key, found in values.items():
+        for arm in arms:
+            found += [] if arm.values[key] in found else [arm.values[key]]
+        if len(found) != len(grid[key]):
+            raise UserError(f"--grid={key}={','.join(grid[key])}: a value is there twice; give each once")
+    return Sweep(config, dict(overrides), values, seeds, pathlib.Path(directory), arms)
+
+
+def _make_arms(config: str, overrides: Mapping[str, str], grid: Mapping[str, Sequence[str]]) -> list[Arm]:
+    arms: list[Arm] = []
+    mistakes: dict[str, str] = {}  # what is wrong -> the first arm of which it is
     for texts in itertools.product(*grid.values()):
         own = dict(zip(grid, texts, strict=True))
         try:
             arms.append(_make_arm(config, {**overrides, **own}, list(grid)))
         except UserError as error:
-            mistakes.append((" ".join(f"{k}={v}" for k, v in own.items()), str(error)))
-    if mistakes:
-        arm, error = mistakes[0]
-        shared = not arms and len({error for _, error in mistakes}) == 1
-        raise UserError(error if shared else f"arm {arm}: {error}")
-    values: dict[str, list[Any]] = {key: [] for key in grid}
-    for arm in arms:
-        for key, value in arm.values.items():
-            values[key] += [value] if value not in values[key] else []
-    for key, texts in grid.items():
-        if len(texts) != len(values[key]):
-            raise UserError(f"--grid={key}={','.join(texts)}: a value is there twice; give each once")
-    return Sweep(config, dict(overrides), values, seeds, pathlib.Path(directory), arms)
+            mistakes.setdefault(str(error), " ".join(f"{key}={value}" for key, value in own.items()))
+    for what, arm in mistakes.items():
+        raise UserError(what if len(mistakes) == 1 and not arms else f"arm {arm}: {what}")
+    return arms
 
 
 def _make_arm(config: str, overrides: dict[str, str], keys: Sequence[str]) -> Arm:

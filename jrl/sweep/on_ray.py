@@ -4,6 +4,7 @@ A task does no more than start the run's process and wait for it, so a run is th
 and the files that the config names must be there under the same paths on every machine of the cluster.
 """
 
+import logging
 import os
 import pathlib
 import signal
@@ -33,7 +34,7 @@ class RayPool:
         # A cluster that is asked for by name keeps its own settings.
         local: dict[str, Any] = {} if address else {"include_dashboard": False}
         if not ray.is_initialized():
-            ray.init(address=address or "local", log_to_driver=False, logging_level="warning", **local)
+            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.WARNING, **local)
         wanted = {"CPU": num_cpus, "GPU": num_gpus}
         for name, number in wanted.items():
             most = max(node["Resources"].get(name, 0) for node in ray.nodes())

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from jrl.svg import SMALL, picture
 from jrl.sweep.execute import FAILED, FINISHED, last_lines
 from jrl.sweep.grid import Sweep, shown, write_whole
-from jrl.sweep.results import RANKED, ArmResult, Row, best, by_arm, label, panels, text
+from jrl.sweep.results import RANKED, ArmResult, Row, best, by_arm, panels, text
 
 FILE = "index.html"
 REPORT = "report.html"
@@ -85,22 +85,23 @@ def _best(arms: Sequence[ArmResult]) -> str:
     for other in arms:
         pair = other.of(name)
         if other is not arm and pair and not pair[0] + pair[1] < mean - half:  # NaN, of a single seed, tells them not apart
-            alike.append(label(other.arm))
+            alike.append(other.arm.label)
     sure = f"; its interval meets that of {', '.join(alike)}" if alike else ""
-    return f"Best by the mean of {_escape(name)}: {_escape(label(arm.arm) + sure)}."
+    return f"Best by the mean of {_escape(name)}: {_escape(arm.arm.label + sure)}."
 
 
 def _curves(arms: Sequence[ArmResult], metrics: Sequence[str]) -> str:
     together, apart = [], []
     for metric in metrics:
         drawn = panels(arms, metric)
-        cards = [f'<div class="card">{picture(p.curves, p.title, SMALL, p.behind, legend=False)}</div>' for p in drawn]
+        cards = [f'<div class="card">{picture(p.curves, p.arm or p.metric, SMALL, p.behind, legend=False)}</div>' for p in drawn]
         if len(cards) > 1:
             apart.append(f'<h3>{_escape(metric)}</h3><div class="charts">{"".join(cards)}</div>')
         together += cards if len(cards) == 1 else []
     if not together and not apart:
         return '<p class="faint">No run is finished yet.</p>'
-    legend = "".join(f"<span>{_swatch(arm.color)}{_escape(label(arm.arm))}</span>" for arm in arms)
+    names = (f"<span>{_swatch(arm.color)}{_escape(arm.arm.label)}</span>" for arm in arms)
+    legend = "".join(names) if together else ""  # else every picture has its arm's name
     return f'<p class="legend">{legend}</p><div class="charts">{"".join(together)}</div>{"".join(apart)}'
 
 
@@ -117,8 +118,12 @@ def _runs(sweep: Sweep, rows: Sequence[Row]) -> str:
             told = f"{_link(sweep, run.log, run.log.name)}<pre>{_escape(lines)}</pre>"
         kind = {FINISHED: " good", FAILED: " bad"}.get(row.status, "")
         status = f'<span class="chip{kind}">{row.status}</span>'
-        out.append(_row([_escape(label(run.arm)), str(run.seed), status, _escape(row.result.get("seconds", "")), told]))
+        out.append(_row([_escape(run.arm.label), str(run.seed), status, _seconds(row), told]))
     return "".join(out)
+
+
+def _seconds(row: Row) -> str:
+    return f"{row.numbers['seconds']:.1f}" if "seconds" in row.numbers else ""
 
 
 def _link(sweep: Sweep, path: pathlib.Path, text: str) -> str:

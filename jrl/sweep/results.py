@@ -95,12 +95,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def text(mean: float, half: float) -> str:
-    """`0.512 ± 0.034`, with as many digits as the interval, or else the mean, is worth."""
-    scale = half if math.isfinite(half) and half > 0 else mean
-    digits = 3 if scale == 0 else max(0, min(9, 2 - math.floor(math.log10(abs(scale)))))
-    if abs(mean) < 1e-4 and mean:
-        return f"{mean:.2e}" + (f" ± {half:.1e}" if math.isfinite(half) else "")
-    return f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
+    """`0.512 ± 0.034`: two digits of the interval, and the mean to the same place."""
+    if math.isnan(half):
+        return f"{mean:.4g}"
+    if half == 0:
+        return f"{mean:.4g} ± 0"
+    digits = max(0, 1 - math.floor(math.log10(half)))
+    return f"{mean:.{digits}f} ± {half:.{digits}f}" if digits <= 6 else f"{mean:.2e} ± {half:.1e}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +129,7 @@ class ArmResult:
         found = [(step, *interval(by_step[step])) for step in sorted(by_step)]
         band = [(mean - half, mean + half) if math.isfinite(half) else (mean, mean) for _, mean, half in found]
         several = any(low < high for low, high in band)
-        return Curve(label(self.arm), [(step, mean) for step, mean, _ in found], self.color, smooth, band if several else ())
-
-
-def label(arm: Arm) -> str:
-    """An arm in few words: the last part of each key, and its value."""
-    return ", ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in arm.values.items()) or arm.name
+        return Curve(self.arm.label, [(step, mean) for step, mean, _ in found], self.color, smooth, band if several else ())
 
 
 def by_arm(sweep: Sweep, rows: Sequence[Row]) -> list[ArmResult]:
@@ -145,20 +141,24 @@ def by_arm(sweep: Sweep, rows: Sequence[Row]) -> list[ArmResult]:
 
 
 def best(arms: Sequence[ArmResult]) -> tuple[ArmResult, str] | None:
-    """The arm with the highest mean, and of which number; None while no run is finished or none has such a number."""
+    """The arm with the highest mean, and of which number; None while no run is finished or none has such a number.
+
+    Only arms with as many seeds as any are compared: the seeds that an arm has survived may be the easy ones.
+    """
     for name in RANKED:
-        found = [(arm.of(name), arm) for arm in arms]
-        scores = [(score[0], arm) for score, arm in found if score is not None]
-        if scores:
-            return max(scores, key=lambda pair: pair[0])[1], name
+        counts = [sum(name in row.numbers for row in arm.rows) for arm in arms]
+        if most := max(counts, default=0):
+            whole = [arm for arm, count in zip(arms, counts, strict=True) if count == most]
+            return max(whole, key=lambda arm: (arm.of(name) or (-math.inf,))[0]), name
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One picture: some arms' curves of a metric, and others to compare with."""
+    """One picture: curves of a metric, of one arm (with others to compare with) or of all (called "")."""
 
-    title: str
+    metric: str
+    arm: str
     curves: list[Curve]
     behind: list[Curve]
 
@@ -167,8 +167,8 @@ def panels(arms: Sequence[ArmResult], metric: str) -> list[Panel]:
     """One picture of all arms; where they are many, one for each, with the others behind it."""
     curves = [curve for arm in arms if (curve := arm.curve(metric))]
     if len(curves) <= TOGETHER:
-        return [Panel(metric, curves, [])] if curves else []
-    return [Panel(curve.label, [curve], [other for other in curves if other is not curve]) for curve in curves]
+        return [Panel(metric, "", curves, [])] if curves else []
+    return [Panel(metric, curve.label, [curve], [other for other in curves if other is not curve]) for curve in curves]
 
 
 # The table of runs -------------------------------------------------------------------------------------------------------

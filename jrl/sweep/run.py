@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jrl.metrics import safe_line
 from jrl.sweep import figure, page, results
 from jrl.sweep.execute import BEGUN, FAILED, FINISHED, INTERRUPTED, WAITING, Execution, Pool, held, last_lines
 from jrl.sweep.grid import Sweep, check_directory, write_identity
@@ -29,17 +30,17 @@ def run(sweep: Sweep, make_pool: Callable[[int], Pool], metrics: Sequence[str] =
         execution = Execution(sweep, pool)
         number = execution.all(lambda now: write_results(sweep, now.status, metrics))
         rows = write_results(sweep, execution.status, metrics, with_figure=True)
-    for row in rows:
-        if row.status == FAILED:
-            log.error("failed: %s (%s)%s", row.run.name, row.run.log, "".join(f"\n    {x}" for x in last_lines(row.run)))
+    for failed in (row.run for row in rows if row.status == FAILED):
+        log.error("failed: %s (%s)%s", safe_line(failed.name), failed.log, "".join(f"\n    {x}" for x in last_lines(failed)))
     counts = {status: sum(row.status == status for row in rows) for status in (FINISHED, FAILED, INTERRUPTED, BEGUN, WAITING)}
     left = len(rows) - counts[FINISHED]
     if left:
         why = f"{signal.Signals(number).name}: " if number else ""
         log.warning("%s%d of %d runs are not finished; the same command again continues", why, left, len(rows))
-    winner = results.best(results.by_arm(sweep, rows))
-    found = {"best": winner[0].arm.values, "by": winner[1], "mean": winner[0].of(winner[1])[0]} if winner else {"best": None}
-    summary = {"runs": len(rows), **{k: v for k, v in counts.items() if v}, **found, "page": str(sweep.directory / page.FILE)}
+    summary = {"runs": len(rows), **{k: v for k, v in counts.items() if v}, "page": str(sweep.directory / page.FILE)}
+    if winner := results.best(results.by_arm(sweep, rows)):
+        arm, name = winner
+        summary |= {"best": arm.arm.values, "by": name, "mean": interval[0] if (interval := arm.of(name)) else None}
     return summary | ({"signal": signal.Signals(number).name} if number else {})
 
 
@@ -52,11 +53,12 @@ def write_results(
     notes = [f"--metrics={pattern}: no run has such a metric" for pattern in unknown]
     results.write_csv(sweep, rows, metrics)
     page.write_page(sweep, rows, metrics, notes)
-    arms = results.by_arm(sweep, rows)
-    panels = [panel for metric in metrics for panel in results.panels(arms, metric)]
     if with_figure:
         for note in notes:
             log.warning("%s", note)
-        if panels:
+        arms = results.by_arm(sweep, rows)
+        # Of many arms, which have a picture each, the first metric alone: the page shows them all.
+        shown = metrics if len(arms) <= results.TOGETHER else metrics[:1]
+        if panels := [panel for metric in shown for panel in results.panels(arms, metric)]:
             figure.save_figure(panels, sweep.directory / figure.FILE)
     return rows
