@@ -24,7 +24,7 @@ from jrl.sweep.grid import Run, Sweep
 
 log = logging.getLogger("jrl")
 
-FINISHED, FAILED, INTERRUPTED, BEGUN, WAITING = "finished", "failed", "interrupted", "begun", "waiting"
+FINISHED, FAILED, INTERRUPTED, RUNNING, BEGUN, WAITING = "finished", "failed", "interrupted", "running", "begun", "waiting"
 POLL_S = 0.1
 LAST_LINES = 5  # of a failed run's log
 _LAST_BYTES = 20_000
@@ -132,7 +132,7 @@ class Execution:
     """The runs of a sweep and what has become of them.
 
     Attributes:
-      status: of all runs, by name: finished, failed, interrupted, begun (in an earlier start of the sweep) or waiting.
+      status: of all runs, by name: finished, failed, interrupted, running, begun (in an earlier start of the sweep) or waiting.
     """
 
     def __init__(self, sweep: Sweep, pool: Pool):
@@ -196,7 +196,7 @@ class Execution:
         """Takes note of a run's start and end; whether it has ended."""
         code = self._pool.ended(active.job)
         if active.began is None and (code is not None or self._pool.started(active.job)):
-            active.began = time.monotonic()
+            active.began, self.status[run.name] = time.monotonic(), RUNNING
             if not stopped:
                 verb = "resumed" if active.resumed else "started"
                 log.info("%s of %d %s: %s", self._number(run), len(self.sweep.runs), verb, safe_line(run.name))

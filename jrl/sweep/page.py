@@ -60,8 +60,9 @@ def _swatch(color: str) -> str:
 
 def _arms(sweep: Sweep, arms: Sequence[ArmResult], metrics: Sequence[str]) -> str:
     """A row for each arm: its values, its seeds, and the mean of every number with its interval."""
-    names = list(dict.fromkeys(key for arm in arms for row in arm.rows for key in row.result if key in row.numbers))
-    names += [name for name in (*metrics, *RANKED) if name not in names and any(name in r.numbers for a in arms for r in a.rows)]
+    finished = [row for arm in arms for row in arm.rows]
+    wanted = dict.fromkeys((*(key for row in finished for key in row.result), *metrics, *RANKED))
+    names = [name for name in wanted if any(name in row.numbers for row in finished)]
     winner = best(arms)
     out = [_row(map(_escape, [*sweep.grid, "seeds", *names]), "th")]
     for arm in arms:
