@@ -1,7 +1,8 @@
 """A stand-in for jrl.main in the tests of sweeps: python -m tests.fake_run ARGS, with the arguments of jrl.main.
 
 It writes what a run writes, in no time. `data.prompt_suffix` says what becomes of it: ok; broken (until a file `repaired` lies
-beside its directory); killed; slow (it waits for SIGTERM, saves and leaves, and when resumed ends well).
+beside its directory); killed; slow (it waits for SIGTERM, saves and leaves, and when resumed ends well); together (it waits
+until three arms have begun).
 """
 
 import json
@@ -33,6 +34,8 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "slow" and not config.resume:
         wait(directory)
+    if kind.startswith("together"):
+        meet(directory.parent.parent)
     finish(directory, config.seed, 1e3 * config.learner.learning_rate)
     with log.open("a") as file:
         file.write(f"ended {time.time()}\n")
@@ -46,6 +49,14 @@ def wait(directory: pathlib.Path) -> None:
         time.sleep(60)
     finally:
         (directory / "saved").write_text("")
+
+
+def meet(sweep: pathlib.Path) -> None:
+    end = time.monotonic() + 60
+    while len(list(sweep.glob("*/starts*.txt"))) < 3:
+        if time.monotonic() > end:
+            sys.exit("alone")
+        time.sleep(0.02)
 
 
 def finish(directory: pathlib.Path, seed: int, slope: float) -> None:

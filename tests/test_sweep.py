@@ -95,7 +95,7 @@ def test_the_arguments_of_the_config_are_told_from_the_others():
         (["--grid", "learner.learning_rat=1,2"], "did you mean learner.learning_rate?"),
         (["--grid", "algorithm.minibatches=2,3"], "arm algorithm.minibatches=3: config.algorithm.minibatches=3: must divide"),
         (["--grid", "algorithm.name=grpo,gropo"], "arm algorithm.name=gropo"),
-        (["--grid", "algorithm.name=grpo,ppo", "--config.algorithm.gae_lambda=0.9"], "arm algorithm.name=grpo"),
+        (["--grid", "algorithm.name=grpo,ppo", "--config.algorithm.lam=0.9"], "arm algorithm.name=grpo"),
         (["--grid", "learner.learning_rate=1e-6,0.000001"], "a value is there twice"),
         (["--grid", "seed=1,2"], "--seeds=N"),
         (["--grid", "run_dir=a,b"], "give --sweep_dir"),

@@ -1,6 +1,7 @@
 """Sweeps that run: one failure costs one run, what is left is what a second start does, signals save, and nothing is lost."""
 
 import csv
+import itertools
 import json
 import logging
 import os
@@ -61,7 +62,20 @@ def statuses(directory):
         return {(row["data.prompt_suffix"], int(row["seed"])): row["status"] for row in csv.DictReader(file)}
 
 
-@pytest.mark.timeout(120)
+def signal_once_there(file, number):
+    """A thread that sends a signal to this process as soon as the file is there."""
+
+    def send():
+        end = time.monotonic() + 100
+        while not file.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
 def test_a_failed_arm_costs_itself_alone_and_a_second_start_does_what_is_left(stand_in, tmp_path, capsys):
     folder = tmp_path / "sweep"
     assert sweep(folder, "ok,broken,killed") == 1
@@ -102,39 +116,34 @@ def test_more_values_and_seeds_are_runs_added(stand_in, tmp_path, capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_the_sweep_continues_later(stand_in, tmp_path, capsys, number):
     folder, handlers = tmp_path / "sweep", [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    running = [folder / f"data.prompt_suffix={kind}" / "seed0" / "metrics.jsonl" for kind in ("slow", "slow ")[:1]]
-
-    def interrupt():
-        end = time.monotonic() + 60
-        while not all(file.exists() for file in running) and time.monotonic() < end:
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    status = sweep(folder, "ok,slow") if number == signal.SIGTERM else sweep(folder, "ok,slow", "--parallel=2")
+    running = folder / "data.prompt_suffix=slow" / "seed0" / "metrics.jsonl"
+    thread = signal_once_there(running, number)
+    status = sweep(folder, "ok,slow")
     thread.join()
     found, err = summary(capsys)
     assert status == 0 and found["signal"] == number.name and found["interrupted"] == 1
     assert f"{number.name}: passed on to" in err and "the same command again continues" in err
-    assert (running[0].parent / "saved").exists()
+    assert (running.parent / "saved").exists()
     assert statuses(folder)["slow", 0] == "interrupted" and not starts(folder, "slow")[1:], "nothing was started after it"
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
-    # The runs of seed 1 wait for nothing once they are there: they are to be resumed, too.
-    (folder / "data.prompt_suffix=slow" / "seed1").mkdir(exist_ok=True)
-    (folder / "data.prompt_suffix=slow" / "seed1" / "config.json").write_text("{}")
+    # As if the run of the other seed had begun, which else would wait for a signal.
+    begun = folder / "data.prompt_suffix=slow" / "seed1"
+    begun.mkdir()
+    (begun / "config.json").write_text("{}")
     assert sweep(folder, "ok,slow") == 0
     assert starts(folder, "slow") == [["fresh", "resumed"], ["resumed"]] and set(statuses(folder).values()) == {"finished"}
 
 
-@pytest.mark.parametrize("parallel", [1, 3])
-def test_as_many_at_a_time_as_asked_for(stand_in, tmp_path, parallel):
-    assert sweep(tmp_path / "sweep", "a,b,c", "--seeds=1", f"--parallel={parallel}") == 0
-    times = [
-        [float(line.split()[1]) for line in file.read_text().splitlines()] for file in (tmp_path / "sweep").glob("*/starts*.txt")
-    ]
-    at_once = max(sum(began <= t <= ended for began, ended in times) for t, _ in times)
-    assert len(times) == 3 and (at_once == 1 if parallel == 1 else at_once <= 3)
+def test_one_after_another_unless_said_otherwise(stand_in, tmp_path):
+    assert sweep(tmp_path / "sweep", "a,b") == 0
+    files = (tmp_path / "sweep").glob("*/starts*.txt")
+    times = sorted(tuple(float(line.split()[1]) for line in file.read_text().splitlines()) for file in files)
+    assert len(times) == 4 and all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
+
+
+def test_several_at_a_time(stand_in, tmp_path):
+    kinds = "together,together_,together__"  # none of them ends before all of them have begun
+    assert sweep(tmp_path / "sweep", kinds, "--seeds=1", "--parallel=3") == 0
 
 
 def test_a_config_that_changes_under_the_sweep_starts_nothing_more(stand_in, tmp_path, capsys):
@@ -240,13 +249,8 @@ def test_with_ray(stand_in, tmp_path, capsys, monkeypatch, ray):
     assert starts(folder, "ok") == [["fresh"]] * 2 and starts(folder, "killed") == [["fresh", "resumed"]] * 2
     folder = tmp_path / "stopped"
     running = folder / "data.prompt_suffix=slow" / "seed0" / "metrics.jsonl"
-
-    def interrupt():
-        while not running.exists():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=interrupt).start()
+    thread = signal_once_there(running, signal.SIGTERM)
     assert sweep(folder, "slow", "--ray", "--seeds=1") == 0
+    thread.join()
     assert summary(capsys)[0]["interrupted"] == 1 and (running.parent / "saved").exists()
     assert sweep(folder, "slow", "--ray", "--seeds=1") == 0 and starts(folder, "slow") == [["fresh", "resumed"]]
