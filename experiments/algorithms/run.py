@@ -18,6 +18,7 @@ import sys
 os.environ["JAX_PLATFORMS"] = "cpu"  # here and in the sweep's processes
 
 from jrl import config as config_lib  # noqa: E402
+from jrl.errors import UserError  # noqa: E402
 from jrl.supervised import SupervisedTrainer  # noqa: E402
 from jrl.sweep.execute import FINISHED, Processes, status_on_disk  # noqa: E402
 from jrl.sweep.figure import save_figure  # noqa: E402
@@ -97,7 +98,10 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     logging.getLogger("jrl").setLevel(logging.INFO)
     taught()
-    sweep, rows = swept(args.algorithms.split(","), args.seeds)
+    try:
+        sweep, rows = swept(args.algorithms.split(","), args.seeds)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     arms = by_arm(sweep, rows)
     (HERE / "result.json").write_text(json.dumps([curves(row) for row in rows]) + "\n")
     (HERE / "table.md").write_text(table(arms))
