@@ -243,7 +243,7 @@ def test_the_table_holds_the_numbers_of_the_runs(swept):
         assert {k: row[k] for k in result} == {k: "" if v is None else str(v) for k, v in result.items()}
         written = lines(run.directory / "metrics.jsonl")
         assert float(row["train/accuracy"]) == written[3]["train/accuracy"]
-        assert float(row[HELD_OUT]) == written[-1][HELD_OUT]
+        assert HELD_OUT not in row, "the result has it"
     assert table[4]["accuracy_after"] == table[5]["train/accuracy"] == ""
 
 
@@ -270,6 +270,23 @@ def test_the_best_arm_is_that_of_the_highest_mean_among_those_with_most_seeds(sw
     assert results.best([one, two]) == (two, "accuracy_after")
     assert results.best([one, results.ArmResult(two.arm, two.rows[:1], "")]) == (one, "accuracy_after")
     assert results.best([results.ArmResult(one.arm, [], "")]) is None
+
+
+def test_the_agents_of_a_run_have_results_of_their_own(tmp_path):
+    sweep = sweep_of(tmp_path, {"agents.options.checker.learner.learning_rate": ["1e-4"]}, 1, ROOT / "configs" / "agents.py")
+    (run,) = sweep.runs
+    assert run.parts() == {"solver": run.directory / "solver", "checker": run.directory / "checker"}
+    for slope, directory in enumerate(run.parts().values(), 1):
+        assert run.result() is None, "not before all of them have ended"
+        directory.mkdir(parents=True)
+        finish(directory, 0, slope)
+    rows = results.read_rows(sweep, {run.name: FINISHED})
+    (arm,) = results.by_arm(sweep, rows)
+    assert 1 < rows[0].result["solver/accuracy_after"] < 2 < rows[0].result["checker/accuracy_after"]
+    assert results.best([arm]) == (arm, "solver/accuracy_after")
+    assert f"solver/{HELD_OUT}" in results.chosen_metrics(rows, [])[0]
+    page.write_page(sweep, rows, ["checker/train/accuracy"])
+    assert "checker/report.html" in (tmp_path / "index.html").read_text()
 
 
 def test_metrics_are_chosen_by_pattern(swept):
@@ -299,7 +316,7 @@ def test_the_page_shows_the_arms_and_needs_nothing_from_outside(swept):
     assert "0.0002" in winner and "0.0001" not in winner
     head = re.findall(r"<th>(.*?)</th>", text)
     assert head[: head.index("arm")] == [
-        "learner.learning_rate", "seeds", "accuracy_after", "steps", "seconds", "train/accuracy", HELD_OUT, "critic/score/mean"
+        "learner.learning_rate", "seeds", "accuracy_after", "steps", "seconds", "train/accuracy", "critic/score/mean"
     ]  # fmt: skip
     assert "</pre><script>alert(1)</script>" in shown.text and "\x1b" not in text and "first" not in shown.text
     assert "<b>sweep{{title}}" in shown.text and "a <note>" in shown.text

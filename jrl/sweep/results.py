@@ -23,7 +23,7 @@ CSV = "results.csv"
 CONFIDENCE = 0.95
 # Metrics that are drawn if nothing else is asked for, where a run has them.
 MAIN = r"(?:\w+/)?(?:val-core/.*|train/(?:accuracy|loss)|critic/score/mean|actor/(?:kl_ref|entropy)|response_length/mean)"
-# By which arms are compared, the first of these that any run has; higher is better.
+# By which arms are compared, the first of these that any run has, of agents the first one's; higher is better.
 RANKED = ("accuracy_after", "greedy_after", "train/accuracy", "critic/score/mean")
 TOGETHER = len(COLORS)  # curves that one picture can hold
 
@@ -47,8 +47,8 @@ class Row:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Those of the result, and the last value of each metric."""
-        last = {key: found[-1][1] for key, found in {**self.evals, **self.train}.items()}
+        """Those of the result, and the last value of each metric of the steps; of evaluations the result has what counts."""
+        last = {key: found[-1][1] for key, found in self.train.items()}
         return {k: v for k, v in self.result.items() if isinstance(v, int | float) and not isinstance(v, bool)} | last
 
 
@@ -145,7 +145,8 @@ def best(arms: Sequence[ArmResult]) -> tuple[ArmResult, str] | None:
 
     Only arms with as many seeds as any are compared: the seeds that an arm has survived may be the easy ones.
     """
-    for name in RANKED:
+    agent = next(iter(arms[0].arm.agents), "")
+    for name in (prefixed(agent, ranked) for ranked in RANKED):
         counts = [sum(name in row.numbers for row in arm.rows) for arm in arms]
         if most := max(counts, default=0):
             whole = [arm for arm, count in zip(arms, counts, strict=True) if count == most]
@@ -175,7 +176,8 @@ def panels(arms: Sequence[ArmResult], metric: str) -> list[Panel]:
 
 
 def write_csv(sweep: Sweep, rows: Sequence[Row], metrics: Sequence[str]) -> pathlib.Path:
-    """results.csv: a row for each run, with the last value of each of the metrics; an empty cell where there is no number."""
+    """results.csv: a row for each run, with the last value of those metrics that steps have; where there is none, an empty cell."""
+    metrics = [key for key in metrics if any(key in row.train for row in rows)]
     results = list(dict.fromkeys(key for row in rows for key in row.result))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
