@@ -176,7 +176,7 @@ def panels(arms: Sequence[ArmResult], metric: str) -> list[Panel]:
 
 
 def write_csv(sweep: Sweep, rows: Sequence[Row], metrics: Sequence[str]) -> pathlib.Path:
-    """results.csv: a row for each run, with the last value of those metrics that steps have; where there is none, an empty cell."""
+    """results.csv: a row for each run, with the last value of those metrics that steps have; or an empty cell."""
     metrics = [key for key in metrics if any(key in row.train for row in rows)]
     results = list(dict.fromkeys(key for row in rows for key in row.result))
     file = io.StringIO()
