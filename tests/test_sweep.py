@@ -107,6 +107,7 @@ def test_the_arguments_of_the_config_are_told_from_the_others():
         (["--seeds=0"], "--seeds=0: must be at least 1"),
         (["--seeds=some"], "invalid int value"),
         (["--parallel=2", "--ray"], "--parallel=2"),
+        (["--parallel=2", "--config.log.prometheus_port=9000"], "config.log.prometheus_port=9000: runs at the same time"),
         (["--num_gpus=1"], "--num_gpus=1: is for --ray"),
         (["--grids=steps=1"], "--grids=steps=1"),
         (["--config=nowhere.py"], "error: --config=nowhere.py: no such file"),

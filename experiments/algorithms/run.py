@@ -8,7 +8,6 @@ finished is not done again. Writes result.json, table.md and curves.svg beside t
 
 import argparse
 import json
-import logging
 import os
 import pathlib
 import random
@@ -18,6 +17,7 @@ import sys
 os.environ["JAX_PLATFORMS"] = "cpu"  # here and in the sweep's processes
 
 from jrl import config as config_lib  # noqa: E402
+from jrl import logs  # noqa: E402
 from jrl.errors import UserError  # noqa: E402
 from jrl.supervised import SupervisedTrainer  # noqa: E402
 from jrl.sweep.execute import FINISHED, Processes, status_on_disk  # noqa: E402
@@ -95,8 +95,7 @@ def main() -> None:
     p.add_argument("--algorithms", default=",".join(ALGORITHMS), help="presets, comma separated")
     p.add_argument("--seeds", type=int, default=3)
     args = p.parse_args()
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
-    logging.getLogger("jrl").setLevel(logging.INFO)
+    logs.configure(as_json=False)
     taught()
     try:
         sweep, rows = swept(args.algorithms.split(","), args.seeds)

@@ -7,11 +7,11 @@ what failed. The last line on stdout is one JSON object. Exit status: 1 if a run
 
 import dataclasses
 import json
-import logging
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 
+from jrl import logs
 from jrl.errors import UserError
 from jrl.flags import check_values, read_flags, without_config
 from jrl.main import parse as parse_config
@@ -73,6 +73,11 @@ def parse(args: Sequence[str]) -> tuple[Settings, Sweep]:
     if command.config is None:
         raise UserError("--config is missing: python -m jrl.sweep --config=configs/x.py --grid KEY=VALUE,VALUE; --help says more")
     sweep = make_sweep(command.config, command.overrides, read_grid(settings.grid), settings.seeds, settings.sweep_dir)
+    port = max(arm.settings["log.prometheus_port"] for arm in sweep.arms)
+    if port and (settings.ray or settings.parallel > 1):
+        raise UserError(
+            f"config.log.prometheus_port={port}: runs at the same time would all want it; give 0, or run one at a time"
+        )
     check_directory(sweep)
     return settings, sweep
 
@@ -106,8 +111,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(plan_text(sweep))
             return 0
         pool = _pool(settings)
-        logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
-        logging.getLogger("jrl").setLevel(logging.INFO)
+        logs.configure(as_json=False)
         patterns = [part.strip() for part in settings.metrics.split(",") if part.strip()]
         summary = run(sweep, pool, patterns)
     except UserError as error:

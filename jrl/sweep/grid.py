@@ -30,7 +30,10 @@ FILE, LOCK = "sweep.json", "sweep.lock"
 NO_GRID = "base"  # the one arm's name
 LONGEST_NAME = 120  # characters; file systems allow 255
 # Keys that differ from run to run, and what to give instead.
-OWN_KEYS = {"seed": "--seeds=N takes 0 to N-1", "run_dir": "give --sweep_dir", "resume": "what has begun is resumed by itself"}
+OWN_KEYS = {
+    "seed": "--seeds=N takes 0 to N-1", "run_dir": "give --sweep_dir", "resume": "what has begun is resumed by itself",
+    "resume_step": "what has begun is resumed from its newest checkpoint",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
