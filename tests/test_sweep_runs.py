@@ -170,16 +170,17 @@ def of_one_device():
     return environment(XLA_FLAGS="")
 
 
-def test_a_sweep_of_real_runs_of_which_one_arm_cannot_run(tmp_path):
+@pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sweep_of_real_runs_of_which_one_arm_cannot_run(tmp_path, seeds):
     good, bad, folder = tmp_path / "good.py", tmp_path / "bad.py", tmp_path / "sweep"
     good.write_text("def f(prompts, completions, **columns):\n    return [len(c) % 3 for c in completions]\n")
     bad.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    args = real(folder, f"--grid=reward.functions={good}:f,{bad}:f", "--parallel=2")
+    args = real(folder, f"--grid=reward.functions={good}:f,{bad}:f", f"--seeds={seeds}", "--parallel=2")
     done = subprocess.run(args, cwd=ROOT, env=of_one_device(), text=True, capture_output=True, timeout=500)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["finished"], found["failed"], found["by"]) == (2, 2, "accuracy_after")
-    assert done.stderr.count("the worker process died") == 2, "what the runs have said last"
+    assert (found["finished"], found["failed"], found["by"]) == (seeds, seeds, "accuracy_after")
+    assert done.stderr.count("the worker process died") == seeds, "what the runs have said last"
     with (folder / results.CSV).open(newline="") as file:
         rows = list(csv.DictReader(file))
     after = []
@@ -195,7 +196,7 @@ def test_a_sweep_of_real_runs_of_which_one_arm_cannot_run(tmp_path):
         assert json.loads((directory / "config.json").read_text())["seed"] == int(row["seed"])
         assert (directory / "report.html").exists()
     text = (folder / "index.html").read_text()
-    assert found["mean"] == pytest.approx(sum(after) / 2) and results.text(*results.interval(after)) in text
+    assert found["mean"] == pytest.approx(sum(after) / seeds) and results.text(*results.interval(after)) in text
 
 
 @pytest.mark.slow
