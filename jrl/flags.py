@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +20,8 @@ class _Parser(argparse.ArgumentParser):
 def read_flags(kind: type[S], prog: str, about_all: str, about: Mapping[str, str], args: Sequence[str]) -> S:
     """A dataclass of settings from a command line with one flag for each of its fields; `about` is their help.
 
+    The flag of a field of type `tuple[str, ...]` may be given several times.
+
     Raises:
       UserError: a flag that does not exist, lacks its value, or has a value of another type.
     """
@@ -27,6 +30,9 @@ def read_flags(kind: type[S], prog: str, about_all: str, about: Mapping[str, str
         if field.type is bool:
             parser.add_argument(f"--{field.name}", action="store_true", help=about[field.name])
             continue
+        if field.type == tuple[str, ...]:
+            parser.add_argument(f"--{field.name}", action="append", default=[], metavar="X", help=about[field.name])
+            continue
         of = str if field.type == str | None else field.type
         needed = field.default is dataclasses.MISSING
         shown = "" if needed or field.default in (None, "", 0) else f" [{field.default}]"
@@ -34,7 +40,20 @@ def read_flags(kind: type[S], prog: str, about_all: str, about: Mapping[str, str
         parser.add_argument(
             f"--{field.name}", type=of, required=needed, default=default, metavar="X", help=about[field.name] + shown
         )
-    return kind(**vars(parser.parse_args(args)))
+    values = vars(parser.parse_args(args))
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def without_config(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own arguments, and those that `jrl.main.parse` reads: --config and --config.KEY, with their values."""
+    own: list[str] = []
+    config: list[str] = []
+    side = own
+    for arg in args:
+        if arg.startswith("-") and not arg[1:2].isdigit():  # else it is the value of the flag before it
+            side = config if re.match(r"--?(no)?config\b", arg) else own
+        side.append(arg)
+    return own, config
 
 
 def check_values(settings: Any, least: Mapping[str, float], choices: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:

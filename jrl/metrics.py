@@ -4,6 +4,7 @@ The console is stderr: stdout belongs to the run's summary. Steps count from 0, 
 that the policy had learned from when it made the step's samples, and evaluations carry the same number.
 """
 
+import collections
 import contextlib
 import logging
 import math
@@ -188,6 +189,16 @@ def read_metrics(run_dir: str | os.PathLike) -> tuple[list[dict[str, Any]], list
         rows[row.get("kind", "train")][row["step"]] = {"step": row["step"], **_numbers(row)}
     train, evals = ([rows[kind][step] for step in sorted(rows[kind])] for kind in ("train", "eval"))
     return train, evals
+
+
+def points(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """The finite values of each metric, with their steps."""
+    found = collections.defaultdict(list)
+    for row in rows:
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                found[key].append((row["step"], value))
+    return dict(found)
 
 
 def _is_past(row: Mapping[str, Any], start_step: int) -> bool:

@@ -6,7 +6,6 @@ escaped, and the script shows it only as text nodes, so nothing in it can become
 """
 
 import collections
-import dataclasses
 import html
 import itertools
 import json
@@ -22,8 +21,9 @@ from jrl import jsonl
 from jrl.algorithms.presets import PRESETS, preset
 from jrl.config_keys import KEYS
 from jrl.errors import UserError
-from jrl.metrics import read_metrics
+from jrl.metrics import points, read_metrics
 from jrl.samples import read_samples
+from jrl.svg import COLORS, Curve, picture
 
 FILE = "report.html"
 _TEMPLATE = pathlib.Path(__file__).with_name("report.html")
@@ -263,26 +263,6 @@ def _cut(text: str, limit: int) -> str:
 
 # A standalone picture --------------------------------------------------------------------------------------------------
 
-_COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2")
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 380, 60, 28, 88, 52
-_SMOOTHING = 0.8
-
-
-@dataclasses.dataclass(frozen=True)
-class _Frame:
-    """From steps and values to the picture's pixels."""
-
-    steps: tuple[float, float]
-    ticks: list[float]  # of the values, the first and the last being the picture's lower and upper edge
-
-    def x(self, step: float) -> float:
-        low, high = self.steps
-        return round(_LEFT + (step - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT), 1)
-
-    def y(self, value: float) -> float:
-        low, high = self.ticks[0], self.ticks[-1]
-        return round(_HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM), 1)
-
 
 def curve_svg(run_dir: str | os.PathLike, keys: Sequence[str] | Mapping[str, str], title: str) -> str:
     """A picture of some metrics over the steps, as one SVG document on a white ground.
@@ -296,82 +276,15 @@ def curve_svg(run_dir: str | os.PathLike, keys: Sequence[str] | Mapping[str, str
       UserError: a metric of which the run has no finite value.
     """
     labels = dict(keys) if isinstance(keys, Mapping) else {key: key for key in keys}
-    train, evals = (_points(rows) for rows in read_metrics(run_dir))
+    train, evals = (points(rows) for rows in read_metrics(run_dir))
     for key in labels:
         if key not in train | evals:
             raise UserError(f"{key}: no such metric in {run_dir}; it has {', '.join(sorted(train | evals))}")
-    lines = {key: train.get(key) or evals[key] for key in labels}
-    steps, values = ([point[axis] for line in lines.values() for point in line] for axis in (0, 1))
-    frame = _Frame((min(steps), max(max(steps), min(steps) + 1)), _ticks(min(values), max(values)))
-    title = html.escape(title)
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="13" role="img">',
-        f"<title>{title}</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="10" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="34" font-size="17" font-weight="600" fill="#0f172a">{title}</text>',
-        *_axes(frame),
+    curves = [
+        Curve(label, train.get(key) or evals[key], color, smooth=key in train)
+        for color, (key, label) in zip(itertools.cycle(COLORS), labels.items(), strict=False)
     ]
-    left = _LEFT
-    for color, (key, line) in zip(itertools.cycle(_COLORS), lines.items(), strict=False):
-        out += _curve(line, color, frame, smooth=key in train)
-        out.append(f'<rect x="{left}" y="55" width="16" height="4" rx="2" fill="{color}"/>')
-        out.append(f'<text x="{left + 22}" y="61" fill="#334155">{html.escape(labels[key])}</text>')
-        left += 50 + 7 * len(labels[key])
-    return "\n".join([*out, "</svg>"]) + "\n"
-
-
-def _points(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """The finite values of each metric, with their steps."""
-    points = collections.defaultdict(list)
-    for row in rows:
-        for key, value in row.items():
-            if key != "step" and value is not None:
-                points[key].append((row["step"], value))
-    return dict(points)
-
-
-def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers, from at most `low` to at least `high`, at least two."""
-    span = (high - low) or abs(high) or 1.0
-    unit = 10.0 ** math.floor(math.log10(span / count))
-    step = next(m * unit for m in (1, 2, 5, 10) if m * unit * count >= span)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
-
-
-def _axes(frame: _Frame) -> list[str]:
-    out = []
-    for tick in frame.ticks:
-        y = frame.y(tick)
-        out.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" stroke="#e2e8f0"/>')
-        out.append(f'<text x="{_LEFT - 10}" y="{y + 4}" text-anchor="end" fill="#64748b">{tick:g}</text>')
-    for tick in _ticks(*frame.steps, count=8):
-        if frame.steps[0] <= tick <= frame.steps[1] and tick == int(tick):
-            x, y = frame.x(tick), _HEIGHT - _BOTTOM + 20
-            out.append(f'<text x="{x}" y="{y}" text-anchor="middle" fill="#64748b">{tick:g}</text>')
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    return [*out, f'<text x="{middle}" y="{_HEIGHT - 12}" text-anchor="middle" fill="#64748b">step</text>']
-
-
-def _curve(line: Sequence[tuple[int, float]], color: str, frame: _Frame, smooth: bool) -> list[str]:
-    pen = f'fill="none" stroke="{color}" stroke-linejoin="round" stroke-linecap="round"'
-    path = lambda points: "M" + "L".join(f"{frame.x(x)} {frame.y(y)}" for x, y in points)  # noqa: E731
-    if smooth:
-        faint = f'<path d="{path(line)}" {pen} stroke-width="1.2" opacity="0.3"/>'
-        return [faint, f'<path d="{path(_smoothed(line))}" {pen} stroke-width="2.4"/>']
-    dots = [f'<circle cx="{frame.x(x)}" cy="{frame.y(y)}" r="4.5" fill="{color}" stroke="#ffffff"/>' for x, y in line]
-    return [f'<path d="{path(line)}" {pen} stroke-width="1.6" stroke-dasharray="2 5"/>', *dots]
-
-
-def _smoothed(line: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Exponential moving average, without the pull towards 0 at the start; the page's script smooths likewise."""
-    total = weight = 0.0
-    out = []
-    for step, value in line:
-        total, weight = _SMOOTHING * total + value, _SMOOTHING * weight + 1
-        out.append((step, total / weight))
-    return out
+    return picture(curves, title)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from jrl import config as config_lib
 from jrl.errors import UserError
-from jrl.flags import check_values, read_flags
+from jrl.flags import check_values, read_flags, without_config
 from jrl.main import parse as parse_config
 
 ABOUT_ALL = (
@@ -55,10 +55,10 @@ def parse(args: Sequence[str]) -> tuple[Settings, Any]:
     Raises:
       UserError: a flag or a key that does not exist or has a value that does not fit.
     """
-    mine = [a for a in args if not a.lstrip("-").removeprefix("no").startswith("config")]
+    mine, of_config = without_config(args)
     settings = read_flags(Settings, "python -m jrl.plan", ABOUT_ALL, ABOUT, mine)
     check_values(settings, {"chips": 0, "top": 1})
-    command = parse_config([a for a in args if a not in mine])
+    command = parse_config(of_config)
     overrides: dict[str, Any] = {"model.path": settings.model} if settings.model else {}
     overrides |= command.overrides
     if command.config is not None:

@@ -16,7 +16,7 @@ import jax
 from jrl import config as config_lib
 from jrl import platform
 from jrl.errors import UserError
-from jrl.flags import check_values, read_flags
+from jrl.flags import check_values, read_flags, without_config
 from jrl.main import parse as parse_config
 from jrl.models import decoder
 from jrl.models.load import read_arch
@@ -51,10 +51,10 @@ def parse(args: Sequence[str]) -> tuple[Settings, Any]:
     Raises:
       UserError: a flag or a key that does not exist or has a value that does not fit.
     """
-    mine = [a for a in args if not a.lstrip("-").startswith("config")]
+    mine, of_config = without_config(args)
     settings = read_flags(Settings, "python -m jrl.sharding.show", ABOUT_ALL, ABOUT, mine)
     check_values(settings, {"devices": 0, "hosts": 1})
-    command = parse_config([a for a in args if a not in mine])
+    command = parse_config(of_config)
     if command.config is None:
         raise UserError("--config is missing: python -m jrl.sharding.show --config=configs/x.py; --help says more")
     return settings, config_lib.with_preset(config_lib.load(command.config, command.overrides))
