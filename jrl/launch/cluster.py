@@ -29,6 +29,11 @@ OF_OTHERS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|
 _watch: Watch | None = None
 
 
+def alone() -> dict[str, str]:
+    """The environment for a process that this one starts, and that is to join nobody."""
+    return {**os.environ, CLUSTER: "off"}
+
+
 @contextlib.contextmanager
 def member(section: Any) -> Iterator[None]:
     """Inside, the process is one of those that the environment names; a failure of any of them ends all.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from jrl.errors import UserError
+from jrl.launch.cluster import alone
 from jrl.metrics import duration, safe_line
 from jrl.sweep import grid
 from jrl.sweep.grid import Run, Sweep
@@ -66,8 +67,9 @@ class Processes:
         with output.open("wb") as file:
             # In a session of their own: Ctrl-C in a terminal would else reach them twice, and the second one is not waited for.
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, pass_fds=(self._lock,)
-            )
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=alone(), start_new_session=True,
+                pass_fds=(self._lock,),
+            )  # fmt: skip
 
     def started(self, job: subprocess.Popen) -> bool:
         return True

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from jrl.errors import UserError
+from jrl.launch.cluster import alone
 from jrl.sweep.execute import POLL_S
 
 
@@ -71,7 +72,7 @@ def _wait_for(command: list[str], output: str, directory: str) -> int:
     """Runs a process to its end, in a worker of Ray; its exit status."""
     with open(output, "wb") as file:
         process = subprocess.Popen(
-            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=alone(), start_new_session=True
         )
     while process.poll() is None:
         try:
