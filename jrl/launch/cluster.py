@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 from jrl.errors import UserError
 from jrl.launch.health import STOPPED, Watch, own_state
+from jrl.launch.recorder import Recorder
 
 log = logging.getLogger("jrl")
 
@@ -131,6 +133,14 @@ def _connect(found: dict[str, Any], section: Any) -> Watch:
     import jax
     from jax._src import distributed  # the key-value store has no public name
 
+    where = found.get("coordinator_address", "the coordinator that the environment names")
+    remedy = "see that every host runs the same command, with a number of its own, and reaches that address"
+    recorder = Recorder()  # from here on: JAX ends a process that waits in vain
+    who, why = (
+        f"{socket.gethostname()} (pid {os.getpid()})",
+        f"not all have come in hosts.connect_s={section.connect_s:g}; {remedy}",
+    )
+    recorder.tell({"who": who, "where": f"waiting for the other processes at {where}", "why": why})
     alone = {"cluster_detection_method": "deactivate"} if "process_id" in found else {}  # JAX need not look for more
     try:
         jax.distributed.initialize(
@@ -139,15 +149,12 @@ def _connect(found: dict[str, Any], section: Any) -> Watch:
             heartbeat_timeout_seconds=int(3 * section.silence_s),  # later than ours, which says more
         )
     except Exception as error:
-        where = found.get("coordinator_address", "the coordinator that the environment names")
-        text = str(error).splitlines()[0][:300]
-        raise UserError(
-            f"hosts.connect_s={section.connect_s:g}: not all processes have met at {where} ({text}); see that every"
-            " host runs the same command, with a number of its own, and reaches that address"
-        ) from None
+        recorder.fine()
+        text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise UserError(f"{CLUSTER}: the processes cannot meet at {where} ({text}); {remedy}") from None
     state = distributed.global_state
     count, index, address = jax.process_count(), jax.process_index(), str(state.coordinator_address)
-    watch = Watch(state.client, index, count, address, section.silence_s, section.wait_s)
+    watch = Watch(state.client, index, count, address, section.silence_s, section.wait_s, recorder)
     watch.start()
     if index:  # all do the same; one of them tells
         logging.getLogger("jrl").addFilter(lambda record: record.levelno >= logging.WARNING)

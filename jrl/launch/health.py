@@ -11,13 +11,13 @@ import logging
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import threading
 import time
 from typing import Any
 
 from jrl import activity
+from jrl.launch.recorder import Recorder
 
 log = logging.getLogger("jrl")
 
@@ -47,9 +47,12 @@ class Watch:
       coordinator: HOST:PORT of it.
       silence_s: seconds without a beat after which a process counts as gone.
       wait_s: seconds that others may wait for a process that is alive.
+      recorder: of this process.
     """
 
-    def __init__(self, client: Any, index: int, count: int, coordinator: str, silence_s: float, wait_s: float):
+    def __init__(
+        self, client: Any, index: int, count: int, coordinator: str, silence_s: float, wait_s: float, recorder: Recorder
+    ):
         self.client, self.index, self.count, self.silence_s, self.wait_s = client, index, count, silence_s, wait_s
         host, _, port = coordinator.rpartition(":")
         self._coordinator = (host, int(port))
@@ -59,11 +62,9 @@ class Watch:
         self._told = time.monotonic()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
-        self._recorder: subprocess.Popen | None = None
+        self._recorder = recorder
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "jrl.launch.recorder"]
-        self._recorder = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
         self._beat(0)
         self._thread.start()
 
@@ -74,14 +75,14 @@ class Watch:
     def leave(self) -> None:
         """The orderly end: nobody shall miss this process."""
         self._stop()
-        self._record({"fine": True})
+        self._recorder.fine()
 
     def die(self, status: int) -> None:
         """Ends the process now, without the handshakes that wait for those that are gone."""
         self._stop()
         if self.index == 0:
             time.sleep(2 * BEAT_S)  # in which the others read the verdict: with this process the store goes
-        self._record({"fine": True})
+        self._recorder.fine()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -145,7 +146,7 @@ class Watch:
         self._heard[self.index] = time.monotonic()
         chief = f"{self.name(0)}, last heard of {self.where(0)}"
         state = {"who": self.name(self.index), "where": self.where(self.index), "coordinator": self._coordinator}
-        self._record(state | {"chief": chief, "first": self.index == 0})
+        self._recorder.tell(state | {"chief": chief, "first": self.index == 0})
         try:
             self.client.key_value_set(f"jrl/beat/{self.index}", json.dumps(mine), allow_overwrite=True)
         except Exception as error:  # the store is with process 0; the others find out below
@@ -200,18 +201,6 @@ class Watch:
             return self.client.key_value_try_get(key)
         except Exception:  # absent, or the store is gone
             return None
-
-    def _record(self, state: dict[str, Any]) -> None:
-        recorder = self._recorder
-        if recorder is None or recorder.stdin is None or recorder.stdin.closed:
-            return
-        try:
-            recorder.stdin.write(json.dumps(state) + "\n")
-            recorder.stdin.flush()
-            if state.get("fine"):
-                recorder.stdin.close()
-        except OSError:  # somebody has ended the recorder; the run does not depend on it
-            pass
 
     def _stop(self) -> None:
         self._ending.set()
