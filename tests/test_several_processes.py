@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -11,8 +12,8 @@ from jrl.errors import UserError
 from jrl.launch.cluster import _detect
 from jrl.launch.health import STOPPED
 from jrl.sharding.hosts import Shares
-from tests.clusters import members, run_alone, run_together
-from tests.runs import lines, sampled, trained
+from tests.clusters import cluster_environment, free_port, members, run_alone, run_together
+from tests.runs import command, lines, sampled, start, trained
 
 STEPS = 3
 SETTINGS = {
@@ -170,6 +171,15 @@ def test_a_reward_that_fails_in_one_is_masked(tmp_path):
         assert [member.wait(120) for member in started] == [0, 0]  # a reward cannot stop a run: its samples are masked
     first = lines(tmp_path / "run" / "metrics.jsonl")
     assert [m["reward/failed"] for m in first if m["kind"] == "train"] == [8] * STEPS
+
+
+@pytest.mark.slow
+def test_one_that_waits_in_vain_says_for_what(tmp_path):
+    port = free_port()
+    process = start(command(tmp_path / "run", hosts__connect_s=4), env=cluster_environment(1, 2, port, 1), stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert f"waiting for the other processes at localhost:{port}: not all have come in hosts.connect_s=4; see that" in err
 
 
 def test_shares():
