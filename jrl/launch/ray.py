@@ -22,6 +22,7 @@ from jrl import config as config_lib
 from jrl import main as jrl_main
 from jrl.errors import UserError
 from jrl.flags import check_values, read_flags
+from jrl.launch import debug
 from jrl.launch.failures import Failure, blame
 
 POLL_EVERY_S = 0.5
@@ -41,6 +42,7 @@ class Settings:
     tpus_per_host: int = 0
     restarts: int = 3
     env: str = ""
+    debug: bool = False
     timeout_s: float = 300.0
     save_s: float = 600.0
 
@@ -52,6 +54,7 @@ ABOUT = {
     "tpus_per_host": "TPU chips on each",
     "restarts": "times that a run that failed is taken up again",
     "env": "NAME,NAME: variables of this shell that all processes get, such as XLA_FLAGS",
+    "debug": "breakpoint() in a process waits for `ray debug`, in a terminal on the same host",
     "timeout_s": "seconds until the hosts have to be there",
     "save_s": "seconds that a run has to save and leave after a signal",
 }
@@ -107,11 +110,11 @@ class Launch:
     Args:
       args: of the program.
       run_dir: of the run.
-      program: what Python runs on each host.
+      module: what Python runs on each host.
     """
 
-    def __init__(self, settings: Settings, args: Sequence[str], run_dir: str, program: Sequence[str] = ("-m", "jrl.main")):
-        self._settings, self._args, self._run_dir, self._program = settings, list(args), run_dir, list(program)
+    def __init__(self, settings: Settings, args: Sequence[str], run_dir: str, module: str = "jrl.main"):
+        self._settings, self._args, self._run_dir, self._module = settings, list(args), run_dir, module
         self._began = False  # the run has the directory; a restart before that must not resume what an earlier run left there
         self._signals, self._following = 0, False
 
@@ -179,12 +182,13 @@ class Launch:
         self._first = numbers.index(0)
         self._names = [f"process {number} on {host}" for number, host in zip(numbers, group.hosts, strict=True)]
         coordinator = f"{group.hosts[self._first]}:{group.call_one(self._first, 'free_port')}"
-        passed = {name: os.environ[name] for name in s.env.split(",") if name}
-        args = [*self._program, *self._args, *(["--config.resume=True"] if attempt and self._began else [])]
+        passed = {name: os.environ[name] for name in s.env.split(",") if name} | (debug.environment() if s.debug else {})
+        wrapped = ["jrl.launch.debug"] if s.debug else []
+        args = ["-m", *wrapped, self._module, *self._args, *(["--config.resume=True"] if attempt and self._began else [])]
         for rank, number in enumerate(numbers):
-            joined = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(s.hosts), "JAX_PROCESS_ID": str(number)}
+            joined = {} if s.hosts == 1 else _joined(coordinator, s.hosts, number)
             title = f"=== {self._names[rank]}, attempt {attempt + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-            group.call_one(rank, "start", args, os.getcwd(), self._run_dir, passed | joined, title)
+            group.call_one(rank, "start", args, os.getcwd(), self._run_dir, number, passed | joined, title)
         say(f"{self._run_dir}: {s.hosts} processes on {', '.join(dict.fromkeys(group.hosts))}")
 
     def _follow(self, group: Any) -> dict[str, Any] | Failure:
@@ -216,6 +220,11 @@ class Launch:
                 sys.stderr.writelines(f"[{name}] {line}\n" for line in outcome.lines)
                 self._began |= outcome.began
         sys.stderr.flush()
+
+
+def _joined(coordinator: str, hosts: int, number: int) -> dict[str, str]:
+    """What a process joins the others by."""
+    return {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(hosts), "JAX_PROCESS_ID": str(number)}
 
 
 def _longer(since: dict[str, float], what: str, seconds: float) -> bool:

@@ -69,11 +69,14 @@ class TrainingProcess:
         number = os.environ.get("TPU_WORKER_ID") or ray.get_runtime_context().get_node_labels().get("ray.io/tpu-worker-id")
         return int(number) if number else None
 
-    def start(self, args: Sequence[str], directory: str, run_dir: str, environment: Mapping[str, str], title: str) -> None:
+    def start(
+        self, args: Sequence[str], directory: str, run_dir: str, process: int, environment: Mapping[str, str], title: str
+    ) -> None:
         """Starts `python ARGS` in a directory of this host.
 
         Args:
           run_dir: of the run, for the log and the metrics; relative to the directory.
+          process: its number in the run; the metrics are those of 0.
           environment: added to this process's.
           title: first line in the log.
 
@@ -83,8 +86,8 @@ class TrainingProcess:
         if not os.path.isdir(directory):
             raise UserError(f"there is no directory {directory} on this host: start from one that all hosts share, or let Ray "
                             "bring it, with ray job submit --working-dir")  # fmt: skip
-        self._log = _Log(pathlib.Path(directory, pathlib.Path(run_dir).expanduser()), environment["JAX_PROCESS_ID"], title)
-        self._gauges = _Gauges(self._log.run_dir) if environment["JAX_PROCESS_ID"] == "0" else None
+        self._log = _Log(pathlib.Path(directory, pathlib.Path(run_dir).expanduser()), process, title)
+        self._gauges = _Gauges(self._log.run_dir) if process == 0 else None
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jrl.launch.child", str(os.getpid()), sys.executable, *args],
             cwd=directory,
@@ -145,7 +148,7 @@ class TrainingProcess:
 class _Log:
     """RUN_DIR/logs/process-N.log. Nothing is written before the run has taken the directory: an earlier run's is renamed then."""
 
-    def __init__(self, run_dir: pathlib.Path, process: str, title: str):
+    def __init__(self, run_dir: pathlib.Path, process: int, title: str):
         self.run_dir, self._name, self._file = run_dir, f"process-{process}.log", None
         self._before, self._early = self._state(), [title]
 

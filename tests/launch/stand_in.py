@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 
-ME, COUNT = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
+ME, COUNT = int(os.environ.get("JAX_PROCESS_ID", "0")), int(os.environ.get("JAX_NUM_PROCESSES", "1"))
 GONE_AFTER_S = 2
 
 
@@ -37,7 +37,7 @@ def main() -> int:
     begin = int(saved.read_text()) if resume and saved.exists() else 0
     if ME == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps({"steps": steps, "address": os.environ["JAX_COORDINATOR_ADDRESS"]}))
+        (folder / "config.json").write_text(json.dumps({"steps": steps, "address": os.environ.get("JAX_COORDINATOR_ADDRESS")}))
     for step in range(begin, steps):
         if ME == 0 and told:
             leave.touch()  # before the others have come here, so all see it at the same step

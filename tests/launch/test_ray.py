@@ -20,7 +20,6 @@ from jrl.launch import ray as launcher  # noqa: E402
 from jrl.launch.group import WorkerError, WorkerGroup  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-STAND_IN = ("-m", "tests.launch.stand_in")
 
 
 class Counter:
@@ -133,7 +132,7 @@ def launch(cluster, tmp_path, monkeypatch, capsys):
     def start(*switches, steps=6, meanwhile=None, **settings):
         made = launcher.Launch(
             launcher.Settings(hosts=2, **({"timeout_s": 30.0} | settings)),
-            [str(tmp_path / "run"), str(steps), *switches], str(tmp_path / "run"), STAND_IN,
+            [str(tmp_path / "run"), str(steps), *switches], str(tmp_path / "run"), "tests.launch.stand_in",
         )  # fmt: skip
         if meanwhile:
             threading.Thread(target=meanwhile, daemon=True).start()

@@ -17,10 +17,10 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 WAIT_S = 20
 
 
-def started(folder, code, run_dir="run", process="0"):
+def started(folder, code):
     worker = TrainingProcess()
-    environment = {"JAX_PROCESS_ID": process, "PYTHONPATH": str(ROOT), "OF_THE_DRIVER": "yes"}
-    worker.start(["-c", code], str(folder), run_dir, environment, "=== process 0")
+    environment = {"PYTHONPATH": str(ROOT), "OF_THE_DRIVER": "yes"}
+    worker.start(["-c", code], str(folder), "run", 0, environment, "=== process 0")
     return worker
 
 
@@ -112,8 +112,8 @@ def test_it_ends_with_its_worker(tmp_path):
 import os, sys, time
 from jrl.launch.worker import TrainingProcess
 worker = TrainingProcess()
-worker.start(["-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"], {str(tmp_path)!r}, "run",
-             {{"JAX_PROCESS_ID": "0", "PYTHONPATH": {str(ROOT)!r}}}, "title")
+worker.start(["-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"], {str(tmp_path)!r}, "run", 0,
+             {{"PYTHONPATH": {str(ROOT)!r}}}, "title")
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:

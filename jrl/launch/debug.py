@@ -1,0 +1,34 @@
+"""A training process whose breakpoints Ray's debugger finds: python -m jrl.launch.debug MODULE [ARG ...]
+
+`python -m jrl.launch.ray --debug` runs this in the place of jrl.main. Ray's debuggers know tasks and actors; the training is a child
+of one. So it joins the cluster as a driver of its own before anything else, and `breakpoint()` anywhere in it then waits for
+`ray debug`, which lists it. Of the two debuggers this is the one for terminals, which Ray calls legacy; the other one attaches from VS
+Code to workers of Ray alone.
+"""
+
+import os
+import runpy
+import sys
+
+# Read by Ray when a breakpoint is met, and by Python.
+DEBUGGER = {"RAY_DEBUG": "legacy", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
+
+
+def environment() -> dict[str, str]:
+    """What the process finds the cluster and the debugger by."""
+    import ray
+
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **DEBUGGER}
+
+
+def main() -> None:
+    """Joins the cluster, and becomes the module that the first argument names."""
+    import ray
+
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
