@@ -1,9 +1,9 @@
 """A training process whose breakpoints Ray's debugger finds: python -m jrl.launch.debug MODULE [ARG ...]
 
-`python -m jrl.launch.ray --debug` runs this in the place of jrl.main. Ray's debuggers know tasks and actors; the training is a child
-of one. So it joins the cluster as a driver of its own before anything else, and `breakpoint()` anywhere in it then waits for
-`ray debug`, which lists it. Of the two debuggers this is the one for terminals, which Ray calls legacy; the other one attaches from VS
-Code to workers of Ray alone.
+`python -m jrl.launch.ray --debug` runs jrl.main by this. Ray's debuggers know tasks and actors; the training is a child of one.
+So it joins the cluster as a driver before anything else, and `breakpoint()` anywhere in it then waits for `ray debug`,
+which lists it. That is the debugger for terminals, which Ray calls legacy; the other attaches from VS Code to Ray's own workers
+alone.
 """
 
 import os

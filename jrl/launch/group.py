@@ -58,7 +58,7 @@ class WorkerGroup:
         timeout_s: float = 300.0,
     ):  # fmt: skip
         rest = dict(resources)
-        self._placement = placement_group([rest.copy() for _ in range(count)], strategy=strategy, name=f"jrl_{cls.__name__}")
+        self._placement = placement_group([rest.copy() for _ in range(count)], strategy=strategy)
         self._actors: list[Any] = []
         self.hosts = ["a host yet to be found"] * count
         try:
@@ -122,7 +122,7 @@ class WorkerGroup:
             error = WorkerError(rank, self.hosts[rank], f"{type(failed.cause).__name__}: {failed.cause}")
             error.__cause__ = failed  # with the traceback of the worker
         except RayError as failed:
-            error = WorkerError(rank, self.hosts[rank], f"gone: {' '.join(str(failed).split())[:300]}", died=True)
+            error = WorkerError(rank, self.hosts[rank], _gone(failed), died=True)
         return error
 
     def shutdown(self) -> None:
@@ -135,6 +135,16 @@ class WorkerGroup:
 
 def _address(_worker: Any) -> str:
     return ray.util.get_node_ip_address()
+
+
+def _gone(error: RayError) -> str:
+    """Why there is no such worker, without what Ray tells of its own inside."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    if getattr(error, "actor_init_failed", False):
+        return f"could not be made: {lines[-1]}"
+    # Facts such as "pid: 7" are indented; the last line of the others says why, and then at length what it may come from.
+    why = [line for line in str(error).splitlines() if line[:1].strip()][-1]
+    return f"gone: {why.partition(' Worker exit type:')[0][:300]}"
 
 
 def _not_to_be_had(count: int, resources: Mapping[str, float], strategy: str, timeout_s: float) -> str:

@@ -3,9 +3,9 @@
     python -m tests.launch.stand_in RUN_DIR STEPS [--SWITCH=PROCESS ...] [--config.resume=True]
 
 Process 0 writes config.json, metrics.jsonl and, after every second step, a checkpoint. SIGTERM saves and leaves. The processes go
-in step, as those of a real run do, and one whose others are gone leaves with status 3. A switch is of the first attempt only: --kill=P,
-process P kills itself in its third step; --fail=P, it raises there; --mistake=P, it tells of a mistake before it takes the directory;
---early=P, it dies before that. --slow=0 takes a tenth of a second a step.
+in step, as those of a real run do, and one whose others are gone leaves with status 3. Switches are of the first attempt only: in
+its third step process P of --kill=P kills itself, that of --fail raises, that of --stop meets a breakpoint; before it begins, that of
+--mistake tells of one, and that of --early dies. --slow=0 takes a tenth of a second a step.
 """
 
 import json
@@ -28,12 +28,14 @@ def main() -> int:
     hit = lambda name: attempt == 0 and switches.get(name) == str(ME)  # noqa: E731
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    _meet(folder, f"start {attempt}")
     if hit("mistake"):
         print("error: config.data.train='nothing.jsonl': no such file", file=sys.stderr)
         return 2
     if hit("early"):
         os.kill(os.getpid(), signal.SIGKILL)
+    _meet(folder, f"start {attempt}")
+    if ME == 0 and not resume and folder.exists():
+        folder.rename(folder.with_name("run.1"))
     begin = int(saved.read_text()) if resume and saved.exists() else 0
     if ME == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,6 +57,8 @@ def main() -> int:
                 saved.write_text(str(step + 1))
         if step == 2 and hit("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if step == 2 and hit("stop"):
+            breakpoint()
         if step == 2 and hit("fail"):
             raise RuntimeError("the reactor is out of coolant")
         time.sleep(0.1 if "slow" in switches else 0.01)
