@@ -3,9 +3,10 @@
     python -m tests.launch.stand_in RUN_DIR STEPS [--SWITCH=PROCESS ...] [--config.resume=True]
 
 Process 0 writes config.json, metrics.jsonl and, after every second step, a checkpoint. SIGTERM saves and leaves. The processes go
-in step, as those of a real run do, and one whose others are gone leaves with status 3. Switches are of the first attempt only: in
-its third step process P of --kill=P kills itself, that of --fail raises, that of --stop meets a breakpoint; before it begins, that of
---mistake tells of one, and that of --early dies. --slow=0 takes a tenth of a second a step.
+in step, as those of a real run do, and one whose others are gone leaves with status 3.
+
+Switches, of the first attempt only: --kill, --fail and --stop, a process that in its third step kills itself, raises, or meets a
+breakpoint; --mistake and --early, one that tells of a mistake or dies before it begins. --slow=0: a tenth of a second a step.
 """
 
 import json

@@ -87,6 +87,7 @@ def test_what_the_cluster_does_not_have_is_said(cluster):
         WorkerGroup(Counter, 1, {"CPU": 1, "GPU": 2}, args=(0,), timeout_s=1)
 
 
+@pytest.mark.slow
 def test_resources_come_back(cluster, counters):
     for _ in range(2):  # each takes all that the first group has left
         with WorkerGroup(Counter, 2, {"CPU": 1}, args=(0,), strategy="PACK", timeout_s=30) as group:
@@ -149,6 +150,7 @@ def test_a_killed_process_is_named_and_all_start_again_from_the_checkpoint(launc
     assert "attempt 1" in log and "attempt 2" in log
 
 
+@pytest.mark.slow
 def test_restarts_have_an_end(launch):
     outcome, said = launch("--fail=0", restarts=0)
     assert isinstance(outcome, launcher.GaveUp)
@@ -163,6 +165,7 @@ def test_a_mistake_is_not_tried_again(launch):
     assert "restart" not in said
 
 
+@pytest.mark.slow
 def test_a_run_that_had_not_begun_does_not_resume_an_earlier_one(launch, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
@@ -185,6 +188,7 @@ def test_sigterm_lets_the_run_save_and_leave(launch, tmp_path):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
+@pytest.mark.slow
 def test_hosts_that_never_come(launch):
     outcome, _ = launch(timeout_s=1.0, gpus_per_host=8)
     assert isinstance(outcome, UserError) and "waited 1 s for 2 x (1 CPU, 8 GPU)" in str(outcome)
