@@ -10,22 +10,21 @@ import os
 import runpy
 import sys
 
-# Read by Ray when a breakpoint is met, and by Python.
-DEBUGGER = {"RAY_DEBUG": "legacy", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
-
 
 def environment() -> dict[str, str]:
     """What the process finds the cluster and the debugger by."""
     import ray
 
-    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, **DEBUGGER}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_DEBUG": "legacy"}
 
 
 def main() -> None:
     """Joins the cluster, and becomes the module that the first argument names."""
     import ray
+    from ray.util import rpdb
 
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+    sys.breakpointhook = rpdb.set_trace  # a driver's is a debugger for its own terminal, which there is not
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
