@@ -20,7 +20,7 @@ class Failure:
       text: who and how, one line.
       last_words: what it wrote last.
       mistake: what the user has to change; starting again would not help.
-      certain: False of a process that ended because of another one.
+      certain: False of a process that may have ended because of another one, or may answer again.
     """
 
     text: str
@@ -46,7 +46,8 @@ def blame(names: Sequence[str], outcomes: Sequence[Any], leaving: bool) -> Failu
 
 def _failure(name: str, outcome: Any, leaving: bool) -> Failure | None:
     if isinstance(outcome, Exception):
-        return Failure(f"{name}: {outcome}")
+        # One that does not answer may do so again, or be found dead.
+        return Failure(f"{name}: {outcome}", certain=getattr(outcome, "died", True))
     status, words = outcome.status, [line for line in outcome.last_words if line.strip()]
     if status is None:
         return None

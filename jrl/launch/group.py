@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -26,7 +26,7 @@ class WorkerError(RuntimeError):
 
     Attributes:
       rank, host: the worker.
-      died: the worker itself, or its host, is gone; otherwise the method raised or is late.
+      died: the worker itself, or its host, is gone; otherwise the method raised, or no answer came.
     """
 
     def __init__(self, rank: int, host: str, text: str, died: bool = False):
@@ -121,6 +121,8 @@ class WorkerGroup:
         except RayTaskError as failed:
             error = WorkerError(rank, self.hosts[rank], f"{type(failed.cause).__name__}: {failed.cause}")
             error.__cause__ = failed  # with the traceback of the worker
+        except ActorUnavailableError:  # Ray does not know yet whether it is dead
+            error = WorkerError(rank, self.hosts[rank], f"cannot be reached for {method}")
         except RayError as failed:
             error = WorkerError(rank, self.hosts[rank], _gone(failed), died=True)
         return error

@@ -27,7 +27,7 @@ from jrl.launch.failures import Failure, blame
 
 POLL_EVERY_S = 0.5
 POLL_TIMEOUT_S = 60.0  # a host that does not answer for so long is taken for dead
-SETTLE_S = 5.0  # for the process that failed first to show, where another was only the first to be seen
+SETTLE_S = 20.0  # for what failed first to show, where something else was only the first to be seen
 FINISH_S = 300.0  # for the others to end after process 0
 KILL_S = 15.0
 
@@ -197,22 +197,30 @@ class Launch:
         while True:
             outcomes = group.outcomes("poll", timeout_s=POLL_TIMEOUT_S)
             self._show(outcomes)
+            if (end := self._end(outcomes, since)) is not None:
+                return end
             if self._signals and "told" not in since:
                 since["told"] = time.monotonic()
                 group.outcomes("send_signal", signal.SIGTERM, timeout_s=POLL_TIMEOUT_S)
-            failure = blame(self._names, outcomes, "told" in since)
-            if failure:
-                if failure.certain or _longer(since, "failed", SETTLE_S):
-                    return failure
-            elif all(outcome.status is not None for outcome in outcomes):
-                return outcomes[self._first].summary or Failure(f"{self._names[self._first]} ended without a summary")
-            elif any(outcome.status is not None for outcome in outcomes) and _longer(since, "ended", FINISH_S):
-                return Failure(f"some processes went on for {FINISH_S:g} s after another had ended well")
-            if self._signals > 1:
-                return Failure("the run was left at once")
-            if "told" in since and _longer(since, "told", self._settings.save_s):
-                return Failure(f"the run did not save within {self._settings.save_s:g} s")
             time.sleep(POLL_EVERY_S)
+
+    def _end(self, outcomes: Sequence[Any], since: dict[str, float]) -> dict[str, Any] | Failure | None:
+        """How the attempt ends; None while it goes on."""
+        failure = blame(self._names, outcomes, "told" in since)
+        if failure is None:
+            since.pop("failed", None)
+            ended = [outcome.status is not None for outcome in outcomes]
+            if all(ended):
+                return outcomes[self._first].summary or Failure(f"{self._names[self._first]} ended without a summary")
+            if any(ended) and _longer(since, "ended", FINISH_S):
+                return Failure(f"some processes went on for {FINISH_S:g} s after another had ended well")
+        elif failure.certain or _longer(since, "failed", SETTLE_S):
+            return failure
+        if self._signals > 1:
+            return Failure("the run was left at once")
+        if "told" in since and _longer(since, "told", self._settings.save_s):
+            return Failure(f"the run did not save within {self._settings.save_s:g} s")
+        return None
 
     def _show(self, outcomes: Sequence[Any]) -> None:
         for name, outcome in zip(self._names, outcomes, strict=True):

@@ -19,7 +19,7 @@ from jrl.launch import ray as launcher  # noqa: E402
 from tests.runs import QUIET, ROOT, TINY, digests, trained  # noqa: E402
 
 pytestmark = pytest.mark.slow
-STEPS = 6
+STEPS = 24
 # One device, and a new cluster of this machine, whatever else runs here.
 ENVIRONMENT = {**os.environ, "XLA_FLAGS": "", "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
 
@@ -73,14 +73,14 @@ def whole(tmp_path_factory):
 def test_a_killed_run_goes_on_from_its_checkpoint_and_nothing_shows_it(whole, tmp_path):
     folder = tmp_path / "run"
     process = start(command(folder))
-    wait_for(lambda: steps_done(folder) >= 3, process)
+    wait_for(lambda: (folder / "checkpoints" / "2").exists(), process)
     (pid,) = training_processes(folder)
     os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert json.loads(out.splitlines()[-1])["steps"] == STEPS and out.count("\n") == 1
     assert re.search(r"process 0 on \S+ was ended by SIGKILL; restart 1 of 3, from the last checkpoint", err)
-    assert "resumed at step 2" in err or "resumed at step 4" in err
+    assert 2 <= int(re.search(r"resumed at step (\d+)", err)[1]) < STEPS
     assert trained(folder) == trained(whole) and digests(folder, STEPS) == digests(whole, STEPS)
     assert training_processes(folder) == []
 
