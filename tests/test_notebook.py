@@ -51,7 +51,7 @@ OVERRIDES = ["--config.data.train_size=16", "--config.data.eval_size=4", "--conf
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment)
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     text = {name: "".join(o.get("text", "") for o in shown) for name, shown in outputs.items()}
-    assert "step 2/2" in text["train"]
+    assert "2/2" in text["train"]
     assert any("image/png" in o.get("data", {}) for o in outputs["curves"]), "no curves"
     assert any("accuracy_after" in str(o.get("data", {})) for o in outputs["curves"]), "no summary"
     assert text["samples"].count("reward ") == 12 and "--- step 2" in text["samples"]

@@ -149,7 +149,8 @@ class _Log:
     """RUN_DIR/logs/process-N.log. Nothing is written before the run has taken the directory: an earlier run's is renamed then."""
 
     def __init__(self, run_dir: pathlib.Path, process: int, title: str):
-        self.run_dir, self._name, self._file = run_dir, f"process-{process}.log", None
+        self.run_dir, self._name = run_dir, f"process-{process}.log"
+        self._file: TextIO | None = None
         self._before, self._early = self._state(), [title]
 
     def _state(self) -> tuple[int, int] | None:
