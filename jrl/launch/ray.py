@@ -186,7 +186,7 @@ class Launch:
         wrapped = ["jrl.launch.debug"] if s.debug else []
         args = ["-m", *wrapped, self._module, *self._args, *(["--config.resume=True"] if attempt and self._began else [])]
         for rank, number in enumerate(numbers):
-            joined = {} if s.hosts == 1 else _joined(coordinator, s.hosts, number)
+            joined = _joined(coordinator, s.hosts, number)
             title = f"=== {self._names[rank]}, attempt {attempt + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
             group.call_one(rank, "start", args, os.getcwd(), self._run_dir, number, passed | joined, title)
         say(f"{self._run_dir}: {s.hosts} processes on {', '.join(dict.fromkeys(group.hosts))}")
@@ -231,7 +231,9 @@ class Launch:
 
 
 def _joined(coordinator: str, hosts: int, number: int) -> dict[str, str]:
-    """What a process joins the others by."""
+    """What a process joins the others by, or is alone by, whatever else the environment of Ray's workers may say."""
+    if hosts == 1:
+        return {"JRL_CLUSTER": "off"}
     return {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(hosts), "JAX_PROCESS_ID": str(number)}
 
 

@@ -6,9 +6,9 @@
 #   NAME=jrl ZONE=us-east5-a jrl/launch/tpu_vm.sh run --config=configs/gsm8k_grpo.py --config.run_dir=/mnt/shared/runs/gsm8k
 #   NAME=jrl ZONE=us-east5-a jrl/launch/tpu_vm.sh delete
 #
-# For v4 to v6e, by the Cloud TPU API, which does not know later ones. The workers of a slice find each other by themselves. The run
-# directory has to be on storage that all of them mount, such as Filestore or a bucket by gcsfuse. SPOT=1 asks for machines that are
-# cheaper and may be taken away; VERSION is their software, by default that of the type.
+# For v4 to v6e, by the Cloud TPU API, which does not know later ones. The run directory has to be on storage that all workers mount,
+# such as Filestore or a bucket by gcsfuse. SPOT=1 asks for machines that are cheaper and may be taken away; VERSION is their software,
+# by default that of the type.
 
 set -euo pipefail
 
@@ -59,6 +59,8 @@ case "$action" in
     ;;
   run)
     environment=(
+      # The workers of the slice find each other by what the machine knows of it.
+      JRL_CLUSTER=tpu
       # Where the compiled programs are kept, so that a resumed run compiles nothing.
       "JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-/tmp/jax_cache}"
       # Flags of the TPU compiler, --xla_tpu_...; those that overlap communication with computation are on by default.
