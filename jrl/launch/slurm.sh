@@ -3,15 +3,15 @@
 #
 #   sbatch --nodes=4 --gpus-per-node=8 jrl/launch/slurm.sh --config=configs/gsm8k_grpo.py --config.run_dir=/shared/runs/gsm8k
 #
-# One process on each node, which joins the others by itself. Everything after the script's name goes to jrl.main. The run directory
-# and this checkout have to be on storage that all nodes share; VENV is a virtual environment there, with jrl installed.
+# One process on each node, which joins the others by itself. Everything after the script's name goes to jrl.main. The run
+# directory and this checkout have to be on storage that all nodes share; VENV is a virtual environment there, with jrl installed.
 #
 #SBATCH --job-name=jrl
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.out
-# SIGTERM to the processes ten minutes before the time is up, in which the run saves and leaves; --config.resume=True continues it.
+# SIGTERM to the processes ten minutes before the time is up: the run saves and leaves, and --config.resume=True continues it.
 #SBATCH --signal=TERM@600
 # The script is started again after a node failed, or when the job is requeued; it resumes then.
 #SBATCH --requeue

@@ -6,9 +6,9 @@
 #   NAME=jrl ZONE=us-east5-a jrl/launch/tpu_vm.sh run --config=configs/gsm8k_grpo.py --config.run_dir=/mnt/shared/runs/gsm8k
 #   NAME=jrl ZONE=us-east5-a jrl/launch/tpu_vm.sh delete
 #
-# For v4 to v6e, by the Cloud TPU API, which does not know later ones. The run directory has to be on storage that all workers mount,
-# such as Filestore or a bucket by gcsfuse. SPOT=1 asks for machines that are cheaper and may be taken away; VERSION is their software,
-# by default that of the type.
+# For v4 to v6e, by the Cloud TPU API, which does not know later ones. The run directory has to be on storage that all workers
+# mount, such as Filestore or a bucket by gcsfuse. SPOT=1 asks for machines that are cheaper and may be taken away; VERSION is
+# their software, by default that of the type.
 
 set -euo pipefail
 

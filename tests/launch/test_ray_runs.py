@@ -100,6 +100,24 @@ def test_a_run_that_was_told_to_leave_has_saved(whole, tmp_path):
     assert trained(folder) == trained(whole) and digests(folder, STEPS) == digests(whole, STEPS)
 
 
+def test_one_of_two_processes_is_killed_and_both_go_on(tmp_path):
+    folder = tmp_path / "run"
+    process = start(command(folder, "--hosts=2"))
+    wait_for(lambda: (folder / "checkpoints" / "2").exists(), process, seconds=400)
+    (pid,) = [pid for pid in training_processes(folder) if b"JAX_PROCESS_ID=1\0" in _environment(pid)]
+    os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    assert json.loads(out)["steps"] == STEPS
+    assert re.search(r"process 1 on \S+ was ended by SIGKILL; restart 1 of 3, from the last checkpoint", err)
+    assert 2 <= int(re.search(r"resumed at step (\d+)", err)[1]) < STEPS
+    assert len(trained(folder)) == STEPS and training_processes(folder) == []
+
+
+def _environment(pid):
+    return pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def test_a_driver_that_is_killed_takes_its_processes_along(tmp_path):
     folder = tmp_path / "run"
     process = start(command(folder, steps=500))
