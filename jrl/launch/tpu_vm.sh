@@ -1,5 +1,5 @@
 #!/bin/bash
-# Not run by its authors as yet: they had no TPU. Checked with bash -n and shellcheck only.
+# Not run by its authors as yet: they had no TPU. Seen: bash -n, shellcheck, and that gcloud knows the commands and flags.
 #
 #   NAME=jrl ZONE=us-east5-a TYPE=v6e-16 jrl/launch/tpu_vm.sh create       # or: queue, which waits for capacity
 #   NAME=jrl ZONE=us-east5-a jrl/launch/tpu_vm.sh install https://github.com/OWNER/jrl.git
