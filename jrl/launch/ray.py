@@ -23,6 +23,7 @@ from jrl import main as jrl_main
 from jrl.errors import UserError
 from jrl.flags import check_values, read_flags
 from jrl.launch import debug
+from jrl.launch.cluster import BY_HAND, CLUSTER
 from jrl.launch.failures import Failure, blame
 
 POLL_EVERY_S = 0.5
@@ -233,8 +234,8 @@ class Launch:
 def _joined(coordinator: str, hosts: int, number: int) -> dict[str, str]:
     """What a process joins the others by, or is alone by, whatever else the environment of Ray's workers may say."""
     if hosts == 1:
-        return {"JRL_CLUSTER": "off"}
-    return {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(hosts), "JAX_PROCESS_ID": str(number)}
+        return {CLUSTER: "off"}
+    return dict(zip(BY_HAND, (coordinator, str(hosts), str(number)), strict=True))
 
 
 def _longer(since: dict[str, float], what: str, seconds: float) -> bool:
