@@ -37,9 +37,7 @@ def test_its_code_parses_and_its_settings_are_those_of_the_demo():
 
 @pytest.mark.slow
 def test_it_runs_from_top_to_bottom(tmp_path):
-    import nbformat
-    from nbclient import NotebookClient
-
+    client, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     cell.source += f"""
@@ -48,7 +46,7 @@ OVERRIDES = ["--config.data.train_size=16", "--config.data.eval_size=4", "--conf
 """
     # One device, as where it will be run; tests/conftest.py asks for eight.
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment)
+    client.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment)
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     text = {name: "".join(o.get("text", "") for o in shown) for name, shown in outputs.items()}
     assert "2/2" in text["train"]
