@@ -26,6 +26,7 @@ import numpy as np
 from jrl.data import Prompt, PromptStream
 from jrl.rollout.engine import Engine
 from jrl.rollout.scheduler import Request
+from jrl.rollout.workers import Workers
 from jrl.types import Completion, Rollout, make_rollout
 
 WAKE_S = 1.0  # how often a wait looks whether it has been given up
@@ -99,7 +100,7 @@ class InTurn:
 
 
 class Ahead:
-    """Runs an engine in a thread from `start` to `stop`; its methods are called from another one.
+    """Runs an engine in a thread from `start` to `stop`, and closes it; its methods are called from another one.
 
     Args:
       draws: the prompts that this engine generates for, in order, and the number of the first sample of each; begun at the start.
@@ -111,7 +112,7 @@ class Ahead:
     """
 
     def __init__(
-        self, engine: Engine, draws: Iterator[tuple[Prompt, int]], request: Callable[[Group, int, int], Request],
+        self, engine: Engine | Workers, draws: Iterator[tuple[Prompt, int]], request: Callable[[Group, int, int], Request],
         finished: Callable[[Prompt, Completion], None], group_size: int, per_step: int, max_staleness: int, copies: bool,
     ):  # fmt: skip
         self.engine, self._draws, self._request, self._finished = engine, draws, request, finished
@@ -210,6 +211,7 @@ class Ahead:
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
+        self.engine.close()
 
     def _wait(self, there: Callable[[], bool], check: Callable[[], None]) -> None:
         while not there():

@@ -28,8 +28,9 @@ from jrl.rewards.model import NAME as REWARD_MODEL
 from jrl.rewards.model import Chats, ModelReward
 from jrl.rollout.engine import Engine
 from jrl.rollout.weights import weight_publisher
+from jrl.rollout.workers import Workers
 from jrl.shapes import default_slots
-from jrl.sharding.hosts import Shares, own_part, own_replicas, shares
+from jrl.sharding.hosts import Shares, fetch, own_part, own_replicas, shares
 from jrl.sharding.layout import Layout
 from jrl.sharding.memory_kinds import HOST
 from jrl.sharding.mesh import device_order
@@ -56,7 +57,8 @@ class Parts:
     pieces: Pieces
     policy: Learner
     initial_params: Any  # on the policy's mesh; dropped once the state is made
-    engine: Engine  # this process's
+    engine: Engine | Workers  # this process's, or processes of their own
+    eos_ids: tuple[int, ...]
     shares: Shares  # what it generates and scores of a step
     rollout_weights: Callable[[Any], Any]  # from the policy's parameters, see `weight_publisher`
     critic: Learner | None
@@ -119,13 +121,12 @@ def build(
         reference = make_reference_learner(config, model.arch, layouts["reference"], dtype)
         reference_params = copy_params(model.params, reference.param_shardings)
     longest = config.data.max_prompt_tokens if config.agents.turns else max(len(p.tokens) for p in prompts + eval_prompts)
-    engine = make_engine(config, model, layouts["rollout"], dtype, longest, speaker)
-    publish = weight_publisher(model.arch, layouts["learner"], layouts["rollout"], dtype, config.rollout.weights)
+    engine, publish = make_generation(config, model, layouts, dtype, longest, speaker)
     return Parts(
         arch=model.arch, tokenizer=model.tokenizer, dtype=dtype, train_prompts=prompts, eval_prompts=eval_prompts,
         stream=stream, rewards=rewards, chats=chats, pieces=pieces, policy=policy,
-        initial_params=model.params, engine=engine, shares=mine,
-        rollout_weights=lambda params: own_part(publish(params), engine.layout), critic=critic,
+        initial_params=model.params, engine=engine, eos_ids=model.eos_ids, shares=mine,
+        rollout_weights=publish, critic=critic,
         initial_critic=initial_critic, reference=reference, reference_params=reference_params,
         updates_per_step=updates_per_step(config), policy_delay_steps=policy_delay_steps(config),
         old_logprobs=needs_old_logprobs(a),
@@ -157,11 +158,15 @@ def check_asynchrony(config, layouts: dict[str, Layout]) -> None:
     told = f"config.max_staleness={config.max_staleness}"
     if not config.max_staleness:
         return
+    if config.rollout.workers and jax.process_count() > 1:
+        raise UserError(
+            f"config.rollout.workers={config.rollout.workers}: serve one learner process as yet; give 0, or one process"
+        )
     if not shares(layouts["rollout"]).alone:
         raise UserError(f"{told}: a replica spans several processes; give 0, or a rollout.mesh.tensor within a process")
     if jax.process_count() > 1 and config.algorithm.dynamic_sampling:
         raise UserError(f"{told}: with several processes dynamic sampling would need others' groups; give 0, or turn it off")
-    if not config.pools.rollout and layouts["learner"].mesh.size > 1:
+    if not (config.pools.rollout or config.rollout.workers) and layouts["learner"].mesh.size > 1:
         raise UserError(
             f"{told}: two programs at a time on the same devices may wait for each other for ever; give generation its own,"
             f" pools.rollout=N, of the {layouts['learner'].mesh.size} devices, or 0"
@@ -321,19 +326,39 @@ def encode_prompts(config, examples: list, tokenizer) -> list[Prompt]:
     return encode(examples, tokenizer, d.system_prompt, d.max_prompt_tokens, d.on_long, d.use_chat_template)
 
 
-def make_engine(config, model: LoadedModel, layout: Layout, dtype, longest: int, speaker: int) -> Engine:
-    """This process's, with as many slots for each of its replicas as those of others have.
+def make_generation(
+    config, model: LoadedModel, layouts: dict[str, Layout], dtype, longest: int, speaker: int
+) -> tuple[Engine | Workers, Callable[[Any], Any]]:
+    """What generates, and from the policy's parameters the weights that it loads.
 
     Args:
       longest: tokens of the longest prompt.
     """
-    c = config.rollout
+    c, layout = config.rollout, layouts["rollout"]
+    if c.workers:
+        try:
+            from jrl.launch.rollout import ray_workers
+        except ImportError as error:
+            raise UserError(f"config.rollout.workers={c.workers}: needs Ray ({error}); pip install 'jrl[ray]'") from None
+        cast = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(dtype), params))
+        return ray_workers(config, model.arch, model.eos_ids, longest), lambda params: fetch(cast(params))
+    # As many slots for each of this process's replicas as those of others have.
     slots = c.slots or default_slots(c.prompts_per_step * c.group_size, layout.batch_shards)
-    layout = own_replicas(layout)
+    own, seed = own_replicas(layout), (config.seed + speaker) % 2**32
+    engine = engine_of(config, model.arch, model.eos_ids, own, dtype, longest, slots, seed, model.tokenizer.decode)
+    publish = weight_publisher(model.arch, layouts["learner"], layout, dtype, c.weights)
+    return engine, lambda params: own_part(publish(params), own)
+
+
+def engine_of(
+    config, arch: Arch, eos_ids: tuple[int, ...], layout: Layout, dtype, longest: int, slots: int, seed: int,
+    decode_text: Callable | None,
+) -> Engine:  # fmt: skip
+    """The engine of a run's config on the devices of a layout."""
+    c = config.rollout
     unroll = worth_it(c.unroll_layers, layout.mesh.devices.flat[0].platform, c.max_new_tokens)
     return Engine(
-        model.arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=model.eos_ids,
+        arch, layout, slots=slots, max_tokens=longest + c.max_new_tokens, eos_ids=eos_ids,
         page_size=c.page_size, num_pages=c.num_pages, decode_chunk=c.decode_chunk, dtype=dtype,
-        seed=(config.seed + speaker) % 2**32,
-        attention=c.attention, kv=c.kv, unroll_layers=unroll, decode_text=model.tokenizer.decode, speculate=c.speculate,
+        seed=seed, attention=c.attention, kv=c.kv, unroll_layers=unroll, decode_text=decode_text, speculate=c.speculate,
     )  # fmt: skip

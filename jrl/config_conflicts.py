@@ -107,6 +107,16 @@ def _async_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
             yield f"pools.{name}", "the run has no such model; give 0"
     if c.plan == "auto" and any(c.pools.values()):
         yield "plan", "chooses meshes over all devices; give as_configured, or no pools"
+    r = c.rollout
+    for name in (n for n in ("worker_cpus", "worker_gpus", "worker_restarts") if not r.workers):
+        if r[name] != KEYS[f"rollout.{name}"].default:
+            yield f"rollout.{name}", "there are no workers; give rollout.workers, or leave it out"
+    if r.workers and not c.max_staleness:
+        yield "rollout.workers", "they generate ahead of learning; give max_staleness=1 or more, or 0"
+    if r.workers and c.pools.rollout:
+        yield "pools.rollout", "generation has processes of its own with rollout.workers; give 0"
+    if r.workers and r.weights == "int8":
+        yield "rollout.weights", "workers are sent weights in compute_dtype; give same, or rollout.workers=0"
     if not c.max_staleness:
         return
     if c.agents.turns:

@@ -187,6 +187,10 @@ _TABLE: tuple[Key, ...] = (
         "decode without a scan over layers: a faster step, a slower compilation, CPU only; auto: there, from 32 new tokens on",
         one_of("auto", "on", "off"),
     ),
+    Key("rollout.workers", 0, "processes of Ray's that generate, with max_staleness; 0: this process does", NOT_NEGATIVE),
+    Key("rollout.worker_cpus", 1, "CPUs that Ray sets aside for each", POSITIVE),
+    Key("rollout.worker_gpus", 0, "GPUs that each has", NOT_NEGATIVE),
+    Key("rollout.worker_restarts", 3, "of them, how many that are lost are replaced", NOT_NEGATIVE),
     Key("rollout.mesh.replica", -1, "devices along the samples, weights copied", MESH_SIZE),
     Key("rollout.mesh.tensor", 1, "devices along heads, MLP and vocabulary", MESH_SIZE),
     # Algorithm

@@ -38,7 +38,7 @@ class RLRun(Run):
         self.kl_coef = config.algorithm.kl_coef
         self.replay = Replay(config.algorithm.replay_steps)
         self.published: deque[int] = deque(maxlen=config.max_staleness + 1)
-        self.generation: InTurn | Ahead = InTurn(parts.engine)
+        self.generation: InTurn | Ahead  # the trainer's
         self.sample_log: SampleWriter | None = None
         self._sampled: list[Batch] = []
         super().__init__(config, {"policy": parts.policy} | ({"critic": parts.critic} if parts.critic else {}), parts.stream)
@@ -154,7 +154,7 @@ class RLRun(Run):
 
     def export(self, directory: pathlib.Path, states: dict[str, Any]) -> None:
         p = self.parts
-        save_hf(directory, p.arch, states["policy"].params, p.tokenizer, p.engine.shape.eos_ids)
+        save_hf(directory, p.arch, states["policy"].params, p.tokenizer, p.eos_ids)
 
     def summary(self, after: dict[str, float]) -> dict[str, Any]:
         return {

@@ -31,6 +31,7 @@ from jrl.errors import UserError
 from jrl.losses import finish
 from jrl.plan.auto import resolve
 from jrl.rl_run import RLRun
+from jrl.rollout.engine import Engine
 from jrl.rollout.scheduler import Request
 from jrl.run import Interrupted, run_directory
 from jrl.types import Batch, Completion, Rollout, concatenate, make_rollout, take
@@ -71,8 +72,7 @@ class Trainer:
         run_directory(config.run_dir)  # a mistake there should not wait for the model
         self.parts: Parts = build(config, pieces, reward, train_data, eval_data, speaker or 0, critic_head)
         self.run = RLRun(config, self.parts)
-        self.generation: InTurn | Ahead = self.make_ahead() if config.max_staleness else InTurn(self.parts.engine)
-        self.run.generation = self.generation
+        self.run.generation = self.generation = self.make_generation()
 
     @classmethod
     def from_pretrained(cls, path: str, config: Any = "configs/gsm8k_grpo.py", **options: Any) -> "Trainer":
@@ -188,9 +188,11 @@ class Trainer:
         completions = list(itertools.chain(*run.exchange(told, "the others' responses")))
         return make_rollout([r.tokens for r in requests], completions, first_group + np.arange(len(prompts), dtype=np.int32))
 
-    def make_ahead(self) -> Ahead:
-        """What generates beside the learner, see `jrl.ahead`."""
+    def make_generation(self) -> InTurn | Ahead:
+        """What generates, in turn with the learner or beside it, see `jrl.ahead`."""
         c, parts, run = self.config.rollout, self.parts, self.run
+        if isinstance(parts.engine, Engine) and not self.config.max_staleness:
+            return InTurn(parts.engine)
         mine = parts.shares.generated(c.prompts_per_step)
 
         def request(group: Group, sample: int, count: int) -> Request:
@@ -199,7 +201,7 @@ class Trainer:
         def finished(prompt: Prompt, x: Completion) -> None:
             parts.rewards.submit(prompt, self.text(x.tokens), len(x.tokens))
 
-        most, copies = self.config.max_staleness, not self.config.pools.rollout
+        most, copies = self.config.max_staleness, not (self.config.pools.rollout or c.workers)
         drawn = draws(parts.stream, lambda: run.samples, c.group_size, c.prompts_per_step, mine)
         return Ahead(parts.engine, drawn, request, finished, c.group_size, len(mine), most, copies)
 

@@ -167,6 +167,9 @@ class Slow:
     def abort(self):
         self.under_way.clear()
 
+    def close(self):
+        pass
+
 
 def an_ahead(engine, max_staleness, per_step=2, samples=3):
     draws = ((type("Prompt", (), {"uid": str(n), "tokens": [1]})(), n * samples) for n in itertools.count())

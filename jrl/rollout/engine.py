@@ -230,6 +230,9 @@ class Engine:
         wanted = None if tickets is None else set(tickets)
         return self._end(lambda group: wanted is None or group.ticket in wanted)
 
+    def close(self) -> None:
+        """Nothing is held outside of this process."""
+
     def _expire(self) -> list[Completion]:
         if not self.scheduler.expired():
             return []
