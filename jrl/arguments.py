@@ -1,4 +1,6 @@
-"""What the pieces of an algorithm are given of a batch, by the names in `jrl.algorithms.pieces.ARRAYS`, and what comes back."""
+"""What the pieces of an algorithm are given of a batch, by the names in `jrl.algorithms.pieces.ARRAYS`, and what comes back of them and
+of the updates.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,3 +46,17 @@ def estimate(advantage: Callable, arguments: Mapping[str, Any]) -> tuple[np.ndar
 
 def _name(fn: Callable) -> str:
     return getattr(fn, "__name__", repr(fn))
+
+
+def minibatches(group_ids: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Row numbers of `count` minibatches of whole groups, in random order; one minibatch keeps the order."""
+    groups = np.unique(group_ids)
+    if count > 1:
+        groups = rng.permutation(groups)
+    return [np.flatnonzero(np.isin(group_ids, part)) for part in np.array_split(groups, min(count, len(groups)))]
+
+
+def collect(metrics: dict[str, list[float]], prefix: str, new: dict[str, float]) -> None:
+    """Appends an update's metrics under `prefix/name`, names that already have a room of their own as they are."""
+    for name, value in new.items():
+        metrics.setdefault(name if "/" in name else f"{prefix}/{name}", []).append(value)

@@ -24,7 +24,7 @@ from jrl.algorithms.aggregation import weights
 from jrl.algorithms.kl import adapted_coef, kl
 from jrl.algorithms.pieces import PYTHON, call, settings
 from jrl.algorithms.samples import overlong_penalty, resample, resampling_weights
-from jrl.arguments import estimate, kept, of_samples
+from jrl.arguments import collect, estimate, kept, minibatches, of_samples
 from jrl.build import Parts, build, copy_params
 from jrl.data import Prompt
 from jrl.errors import UserError
@@ -397,17 +397,3 @@ class Trainer:
             sampled = scored(samples, None, first) if samples else None
             greedy = scored(1, 0.0, first + len(p.eval_prompts) * samples)
         return self.run.log_eval(sampled, greedy)
-
-
-def minibatches(group_ids: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Row numbers of `count` minibatches of whole groups, in random order; one minibatch keeps the order."""
-    groups = np.unique(group_ids)
-    if count > 1:
-        groups = rng.permutation(groups)
-    return [np.flatnonzero(np.isin(group_ids, part)) for part in np.array_split(groups, min(count, len(groups)))]
-
-
-def collect(metrics: dict[str, list[float]], prefix: str, new: dict[str, float]) -> None:
-    """Appends an update's metrics under `prefix/name`, names that already have a room of their own as they are."""
-    for name, value in new.items():
-        metrics.setdefault(name if "/" in name else f"{prefix}/{name}", []).append(value)
