@@ -1,5 +1,5 @@
-"""What the pieces of an algorithm are given of a batch, by the names in `jrl.algorithms.pieces.ARRAYS`, and what comes back of them and
-of the updates.
+"""What the pieces of an algorithm are given of a batch, by the names in `jrl.algorithms.pieces.ARRAYS`, and what comes back of
+them and of the updates.
 """
 
 from collections.abc import Callable, Mapping
