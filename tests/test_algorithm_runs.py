@@ -423,8 +423,7 @@ def test_former_responses_are_drawn_with_the_logprobs_they_were_sampled_with(tmp
 def test_a_replay_keeps_the_latest_steps_and_survives_being_written(shared):
     trainer, _ = shared
     first, second, third = (
-        dataclasses.replace(trainer.sample(trainer.parts.stream.next(4), first_group=7), greedy_rewards=np.ones(16, np.float32))
-        for _ in range(3)
+        dataclasses.replace(trainer.sample(4, first_group=7), greedy_rewards=np.ones(16, np.float32)) for _ in range(3)
     )
     replay = Replay(2)
     for batch in (first, second, third):
@@ -474,11 +473,12 @@ def test_single_samples_are_scored_while_others_are_generated_and_no_order_matte
     (tickets,) = (runner._early for _, runner, _ in rewards._functions if isinstance(runner, PerSample))
     monkeypatch.setattr(trainer.parts, "rewards", rewards)
     monkeypatch.setattr(trainer.run, "samples", 0)
+    monkeypatch.setattr(trainer.parts.stream, "next", lambda count: prompts)
     generate, score, step = engine.generate, trainer.score, engine.step
 
     def sampled():
         trainer.run.samples = 0  # the same random numbers
-        return trainer.sample(prompts, first_group=0)
+        return trainer.sample(8, first_group=0)
 
     def noting(*arguments):
         ready.append(sum(ticket.done.is_set() for found in tickets.values() for ticket in found))

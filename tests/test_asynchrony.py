@@ -1,5 +1,6 @@
 """Generation beside learning: never staler than the bound, nothing lost or trained twice, and resumed with its queue."""
 
+import copy
 import itertools
 import json
 import signal
@@ -31,12 +32,18 @@ def rows_of(folder, step=None):
 def test_no_token_is_staler_than_the_bound(tmp_path, staleness):
     """And every sample of the data's order is trained on once, whatever the order in which they were finished."""
     steps = 5
-    a_run(tmp_path / "run", steps=steps, max_staleness=staleness, **SETTINGS).train()
+    trainer = a_run(tmp_path / "run", steps=steps, max_staleness=staleness, **SETTINGS)
+    order = copy.deepcopy(trainer.parts.stream)
+    trainer.train()
     told = trained(tmp_path / "run")
     most = [m["rollout/staleness_max"] for m in told]
     assert max(most) <= staleness and all(m["rollout/staleness_mean"] <= m["rollout/staleness_max"] for m in told)
     assert most[0] == 0 and max(most) > 0  # otherwise it was not asynchronous at all
-    # The order of the prompts, and which sample has which number, is that of a run in turn.
+    expected = [(step, prompt.uid) for step in range(steps) for prompt in order.next()]
+    assert list(dict.fromkeys((row["step"], row["uid"]) for row in rows_of(tmp_path / "run"))) == expected
+    if staleness == 1:
+        return
+    # Which sample has which number is as in a run in turn.
     a_run(tmp_path / "turn", steps=steps, **(SETTINGS | {"pools__rollout": 0, "learner__mesh__fsdp": 8})).train()
     ours, theirs = ([(r["step"], r["group"], r["uid"]) for r in rows_of(tmp_path / name)] for name in ("run", "turn"))
     assert ours == theirs

@@ -22,6 +22,7 @@ from jrl.launch.recorder import Recorder
 log = logging.getLogger("jrl")
 
 BEAT_S = 2.0
+LEAVE_S = 20.0  # that process 0 stays for the others to leave before it
 TELL_S = 60.0  # between two lines that say whom the others wait for
 VERDICT = "jrl/verdict"
 STOPPED = 3  # exit status of a process that stops because another one did
@@ -81,11 +82,24 @@ class Watch:
         """Ends the process now, without the handshakes that wait for those that are gone."""
         self._stop()
         if self.index == 0:
-            time.sleep(2 * BEAT_S)  # in which the others read the verdict: with this process the store goes
+            self._let_others_leave()
+        else:
+            self._write(f"jrl/left/{self.index}", str(status))
         self._recorder.fine()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+    def _let_others_leave(self) -> None:
+        """Of process 0, with which the store goes: waits for those that live to read the verdict and to leave."""
+        end = time.monotonic() + LEAVE_S
+        while time.monotonic() < end:
+            self._listen()
+            now = time.monotonic()
+            live = [i for i, heard in self._heard.items() if i and now - heard <= self.silence_s]
+            if all(self._read(f"jrl/left/{i}") for i in live):
+                return
+            time.sleep(BEAT_S / 8)
 
     # Verdicts --------------------------------------------------------------------------------------------------------------
 
@@ -147,10 +161,7 @@ class Watch:
         chief = f"{self.name(0)}, last heard of {self.where(0)}"
         state = {"who": self.name(self.index), "where": self.where(self.index), "coordinator": self._coordinator}
         self._recorder.tell(state | {"chief": chief, "first": self.index == 0})
-        try:
-            self.client.key_value_set(f"jrl/beat/{self.index}", json.dumps(mine), allow_overwrite=True)
-        except Exception as error:  # the store is with process 0; the others find out below
-            log.debug("no beat: %s", error)
+        self._write(f"jrl/beat/{self.index}", json.dumps(mine))
 
     def _listen(self) -> None:
         """Reads the beats of those that this process watches."""
@@ -195,6 +206,12 @@ class Watch:
             partial = self._board.with_suffix(".partial")
             partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
             partial.replace(self._board)
+
+    def _write(self, key: str, value: str) -> None:
+        try:
+            self.client.key_value_set(key, value, allow_overwrite=True)
+        except Exception as error:  # the store is with process 0, and may be gone
+            log.debug("%s cannot be written: %s", key, error)
 
     def _read(self, key: str) -> str | None:
         try:
