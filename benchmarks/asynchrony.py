@@ -2,8 +2,8 @@
 
 python benchmarks/asynchrony.py --model DIR_OR_GGUF --steps 8 --staleness 1
 
-Completions are long-tailed: most of them an eighth of --completion-tokens, one in 16 all of it; each sample's length is the
-same in every mode, so all modes make and learn from as many tokens. On CPU each mode has two virtual devices: in turn both
+Completions are long-tailed: one prompt in eight has them of --completion-tokens, the others of an eighth of it, in all modes
+alike, so all make and learn from as many tokens. On CPU each mode has two virtual devices: in turn both
 are shared, ahead one generates and one learns.
 """
 
@@ -18,7 +18,6 @@ import dataclasses  # noqa: E402
 import tempfile  # noqa: E402
 
 import common  # noqa: E402
-import numpy as np  # noqa: E402
 from step import reward  # noqa: E402
 
 from jrl.config import default_config  # noqa: E402
@@ -33,9 +32,8 @@ class LongTailed(Trainer):
 
     def request(self, prompt: Prompt, samples: int, first_id: int, temperature: float | None = None) -> Request:
         asked = super().request(prompt, samples, first_id, temperature)
-        draw = np.random.default_rng(first_id // self.config.rollout.group_size).random()
-        short = max(asked.max_new_tokens // 8, 1)
-        return dataclasses.replace(asked, max_new_tokens=asked.max_new_tokens if draw < 1 / 16 else short)
+        long = first_id // self.config.rollout.group_size % 8 == 3
+        return dataclasses.replace(asked, max_new_tokens=asked.max_new_tokens if long else max(asked.max_new_tokens // 8, 1))
 
 
 def seconds_of(args, texts: list[str], staleness: int) -> dict:
