@@ -69,7 +69,7 @@ def run_together(folder: pathlib.Path, count: int, devices: int, arg: str = "", 
     """A run to its end."""
     with members(folder, count, devices, arg, **changes) as started:
         for member in started:
-            status = member.wait(240)
+            status = member.wait(600)
             assert status == 0, "".join(f"--- process {i}\n{m.err.read_text()}" for i, m in enumerate(started))
     return started
 
