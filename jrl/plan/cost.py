@@ -25,9 +25,8 @@ COLLECTIVE_SECONDS = 2e-6  # to begin a collective
 HOP_SECONDS = 1e-6  # for each link on its way
 HOST_RATE = 12e9  # bytes per second and direction between a device and its host: 16 lanes of PCIe 3.0, less what it costs
 
-TPU_LANES = 128
-COMPUTE_BYTES = 2  # bfloat16
-GRADIENT_BYTES = 4  # float32
+COMPUTE_BYTES = 2  # bfloat16, of gradients between devices too
+WHOLE_TORUS = 64  # devices of a torus with three axes from which on a gather among all of them is made as a sum
 PASSES = {"none": 3, "dots": 3, "full": 4, "offload": 4}  # of a forward pass's products, in forward, backward and computing again
 
 
@@ -153,22 +152,26 @@ def _learner_pass(plan: Plan, arch: Arch, config, chip: Chip, model: str, learns
     d, f, c, t = (mesh.get(axis, 1) for axis in ("data", "fsdp", "context", "tensor"))
     passes = PASSES[config.learner.remat] if learns else 1
     again = passes - 3 if learns else 0  # forward passes that the backward pass repeats
-    tokens = b["tokens"] / (d * f * c)  # of one device, which computes 1/t of each
-    prompt, response = b["prompt_tokens"], b["response_tokens"]
-    pairs = (b["prompts"] * prompt * prompt + b["sequences"] * response * (prompt + response)) / (d * f * c)
+    prompt, response, sequences = b["prompt_tokens"], b["response_tokens"], b["sequences"] / (d * f)  # of one shard
+    together = min(b["microbatch_sequences"], sequences)
+    prompts = sequences / together * math.ceil(together / b["group_size"])  # anew in every microbatch that has some of a group
+    tokens = (prompts * prompt + sequences * response) / c  # of one device, which computes 1/t of each
+    pairs = (prompts * prompt * prompt + sequences * response * (prompt + response)) / c
     head = model != "critic"
     flops = passes * (2 * matrix_params(arch, head) * tokens + attention_flops(arch, 1, pairs)) / t
     microbatches = b["microbatches"] * b["minibatches"]
     held = arch.num_params() / t  # weights of a tensor shard
     split = f * c  # ways in which each is split
     gathers = 2 if learns else 1
-    # A TPU keeps rows of 128 values; of shorter ones its compiler makes an all-reduce where an all-gather is asked for.
-    sums = 2 if chip.backend == "tpu" and arch.hidden_size // split < TPU_LANES and split > 1 else 1
-    weights = sums * gathers * held * COMPUTE_BYTES * (split - 1) / split * microbatches
+    # Among all devices of a torus with three axes the TPU compiler makes an all-reduce where a reduce-scatter is asked for,
+    # and from 4 x 4 x 4 on also where an all-gather is (seen for v5p).
+    whole = chip.torus_axes == 3 and split == plan.num_devices
+    weights = gathers * held * COMPUTE_BYTES * (split - 1) / split * microbatches
+    weights *= 2 if whole and split >= WHOLE_TORUS else 1
     collectives = [(split, t, weights, gathers * arch.num_layers * microbatches)]
     if learns:
-        scattered = held * GRADIENT_BYTES * (split - 1) / split * microbatches
-        summed = 2 * held / split * GRADIENT_BYTES * (d - 1) / d * microbatches
+        scattered = held * COMPUTE_BYTES * (split - 1) / split * microbatches * (2 if whole else 1)
+        summed = 2 * held / split * COMPUTE_BYTES * (d - 1) / d * microbatches
         collectives += [(split, t, scattered, arch.num_layers * microbatches), (d, f * c * t, summed, microbatches)]
     rows = 2 * (2 if learns else 1) + 2 * again  # all-reduces of a layer's activations over tensor
     activations = rows * arch.num_layers * 2 * tokens * arch.hidden_size * COMPUTE_BYTES * (t - 1) / t
@@ -221,7 +224,7 @@ def _decode(plan: Plan, arch: Arch, config, chip: Chip) -> Phase:
 
 def _publish(plan: Plan, chip: Chip) -> Phase:
     """What a device needs of the rollout's weights less what it holds of them: least where the shards nest."""
-    copies = {n: size for n, size in plan.phase_bytes["generating"].items() if n.startswith("rollout weights")}
+    copies = {n: size for n, size in plan.phase_bytes.get("generating", {}).items() if n.startswith("rollout weights")}
     needed, t = sum(copies.values()), plan.meshes["rollout"]["tensor"]
     received = max(needed - needed * t / plan.num_devices, 0)
     group = plan.num_devices // t

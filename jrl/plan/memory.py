@@ -45,6 +45,8 @@ def held_bytes(config, arch: Arch, layouts, weights, batch, backend: Backend, dt
         parameters["reference: parameters, float32"] = count(weights["reference"]) * MASTER_BYTES
     if "reward" in weights:
         held["reward model: parameters, float32"] = count(weights["reward"]) * MASTER_BYTES
+    if config.rollout.workers:
+        return {DEVICE: held, HOST: far}
     rollout = layouts["rollout"]
     pool = backend.pool_arrays(batch["num_pages"], batch["page_size"]).values()
     shards = (math.prod(rollout.sharding(x.axes, x.shape).shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in pool)
@@ -66,7 +68,7 @@ def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str,
     # The head as it is multiplied with: on CPU XLA converts all of it first.
     head = arch.vocab_size * arch.hidden_size // tensor * dtype.itemsize * (config.rollout.weights == "int8")
     work = max(_prefill_work(arch, batch, tensor, dtype), decode_logits + gathered + head)
-    phases = {"generating": {**rollout, "work arrays, estimate": work}}
+    phases = {} if config.rollout.workers else {"generating": {**rollout, "work arrays, estimate": work}}
     for name in ("learner", "critic"):
         if name in weights:
             sums = count(weights[name]) * MASTER_BYTES

@@ -115,7 +115,8 @@ class Plan:
 def num_devices(config) -> int:
     """The devices that the config's meshes fix, by their product; where none does, the devices of this machine."""
     apart = sum(config.pools.values())
-    for section in ("learner", "rollout") if config.stage == "rl" and not config.pools.rollout else ("learner",):
+    shared = config.stage == "rl" and not (config.pools.rollout or config.rollout.workers)
+    for section in ("learner", "rollout") if shared else ("learner",):
         sizes = config[section].mesh.to_dict().values()
         if -1 not in sizes:
             return math.prod(sizes) + apart
@@ -156,8 +157,11 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
     facts = model_facts(arch, dtype)
     meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
     programs = program_sizes(config, layouts, batch, attention)
+    if workers := config.rollout.workers:  # whose devices are not among these
+        del meshes["rollout"]
+        programs = {name: sizes for name, sizes in programs.items() if not name.startswith("rollout.")}
     apart = tuple(name for name, count in config.pools.items() if count)
-    return Plan(facts, num_devices, meshes, _about(batch), apart, batch, held[DEVICE], held[HOST], phases, programs)
+    return Plan(facts, num_devices, meshes, _about(batch, workers), apart, batch, held[DEVICE], held[HOST], phases, programs)
 
 
 def model_facts(arch: Arch, dtype: Any) -> dict[str, Any]:
@@ -168,12 +172,12 @@ def model_facts(arch: Arch, dtype: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _about(b: dict[str, int]) -> list[str]:
+def _about(b: dict[str, int], workers: int) -> list[str]:
+    here = f"{b['replicas']} replicas x {b['slots']} slots, pools of at most {b['num_pages']} pages of {b['page_size']} tokens"
     return [
         f"step       {b['prompts']} prompts x {b['group_size']} samples = {b['sequences']} sequences of at most"
         f" {b['prompt_tokens']} + {b['response_tokens']} tokens, at most {b['tokens']:,} tokens",
-        f"rollout    {b['replicas']} replicas x {b['slots']} slots, pools of at most {b['num_pages']} pages of"
-        f" {b['page_size']} tokens",
+        f"rollout    {f'{workers} workers, each on devices of its own' if workers else here}",
         f"updates    {b['epochs']} epochs x {b['minibatches']} minibatches of {b['minibatch_prompts']} prompts"
         f" ({b['minibatch_sequences']} sequences); {b['updates']} in {b['steps']} steps"
         + (f", the policy's from step {b['policy_delay_steps']} on" if b["policy_delay_steps"] else ""),
@@ -219,6 +223,8 @@ def abstract_layouts(config, num_devices: int) -> dict[str, Layout]:
         sizes, kind = config[name].mesh.to_dict(), "rollout" if name == "rollout" else "train"
         own = config.pools.get(name, 0)
         sizes = sizes if any(sizes.values()) or not own else {"fsdp": -1}
+        if name == "rollout" and config.rollout.workers:  # on devices of their own, which nobody here knows
+            sizes = {"replica": -1}
         with naming(_mesh_key(config, name)):
             count = own or num_devices - sum(config.pools.values())
             layouts[name] = abstract_layout(kind, sizes, count) if any(sizes.values()) else layouts["learner"]

@@ -18,7 +18,8 @@ where it did not, as on TPU. What is inside conditionals counts as in the branch
 
 Three ways in which compilers write one collective in several places are undone: asynchronous pairs (`all-gather-start`,
 `all-gather-done`, or `async-start` around a computation), a TPU's fusions that carry one collective through several steps of
-other work (all of them name its channel), and a TPU's reduce-scatter, written as an all-reduce and a slice inside a fusion.
+other work (all of them name its channel), and a TPU's reduce-scatter, written as an all-reduce and a slice inside a fusion
+(which is the whole of it: several of these may name one channel, and each counts).
 
 Left out: send and recv, and copies to and from the host.
 """
@@ -38,6 +39,7 @@ KINDS = (
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}  # other types end in their width, but for fp8's: f8e4m3fn
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([^\]]*)\]")
+_SCATTER = "all-reduce-scatter"  # in the name of a TPU's fusion that is a whole reduce-scatter
 _OPERAND = re.compile(r"%([^\s,()]+)")
 
 
@@ -136,7 +138,7 @@ def _walk(computations: dict, name: str, times: int, args: list, n: int, unknown
     for op in computation.instructions.values():
         kind = op.opcode.removesuffix("-start")
         if kind in KINDS:
-            yield _collective(computation, op, kind, "all-reduce-scatter" in name, times, n)
+            yield _collective(computation, op, kind, _SCATTER in name, times, n)
         elif op.opcode == "while":
             body, condition = op.called("body"), op.called("condition")
             state = _evaluate(computations, name, op.operand_names[0], args)
@@ -153,10 +155,12 @@ def _walk(computations: dict, name: str, times: int, args: list, n: int, unknown
             yield from max(found, key=lambda group: _total(group).max() if group else 0)
         elif kind in ("fusion", "call", "async"):
             values = [_evaluate(computations, name, operand, args) for operand in op.operand_names]
-            for collective in walk(op.called("calls") or op.called("to_apply") or "", times, values):
-                if collective.channel is None or collective.channel not in fused:
+            called = op.called("calls") or op.called("to_apply") or ""
+            for collective in walk(called, times, values):
+                part = (collective.channel, collective.kind, collective.received.tobytes())
+                if collective.channel is None or _SCATTER in called or part not in fused:
                     yield collective
-                fused.add(collective.channel)
+                fused.add(part)
 
 
 def _branches(op: _Instruction) -> list[str]:

@@ -23,11 +23,11 @@ NORMS = (2 * LAYERS + 1) * HIDDEN
 def whole_shares(monkeypatch):
     for name in ("MATMUL_SHARE", "READ_SHARE", "LINK_SHARE", "HOST_RATE"):
         monkeypatch.setattr(cost_lib, name, 1.0)
-    for name in ("COLLECTIVE_SECONDS", "HOP_SECONDS", "TPU_LANES"):
+    for name in ("COLLECTIVE_SECONDS", "HOP_SECONDS"):
         monkeypatch.setattr(cost_lib, name, 0)
 
 
-def planned(devices, **overrides):
+def planned(devices, chip=CHIP, **overrides):
     c = default_config()
     given = {
         "model.path": "random:tiny", "data.train": "x.jsonl", "data.max_prompt_tokens": 16, "rollout.max_new_tokens": 16,
@@ -38,7 +38,7 @@ def planned(devices, **overrides):
         override(c, name, value)
     validate(c)
     plan = make_plan(c, ARCH, devices, "tpu")
-    return plan, step_cost(plan, ARCH, c, CHIP).phases
+    return plan, step_cost(plan, ARCH, c, chip).phases
 
 
 def test_weights_that_tokens_are_multiplied_with():
@@ -58,26 +58,33 @@ def test_an_update_on_one_device_is_arithmetic_alone():
     # The optimizer reads gradient, weight and two moments and writes all but the gradient, of 4 bytes each.
     assert phases["update"].busy_seconds == pytest.approx(4 * forward / 100 + 7 * 4 * ARCH.num_params() / 10)
     assert planned(1, learner__remat="none")[1]["update"].flops == 3 * forward
+    # In microbatches of one response each, every one brings its prompt along.
+    _, alone = planned(1, learner__remat="full", learner__microbatch_tokens=32)
+    tokens, pairs = 16 * 16 + 16 * 16, 16 * 16 * 16 + 16 * 16 * 32
+    assert alone["update"].flops == 4 * (2 * (BODY + NORMS + VOCAB * HIDDEN) * tokens + 4 * LAYERS * HEADS * HEAD * pairs)
 
 
 def test_fsdp_gathers_weights_twice_and_scatters_gradients_once_a_microbatch():
     plan, phases = planned(8, learner__mesh__fsdp=8)
     assert plan.batch["microbatches"] == 1
     params = ARCH.num_params()
-    assert phases["update"].received_bytes == pytest.approx((2 * 2 * params + 4 * params) * 7 / 8)
+    assert phases["update"].received_bytes == pytest.approx((2 * 2 * params + 2 * params) * 7 / 8)
     with_data = planned(8, learner__mesh__data=2, learner__mesh__fsdp=4)[1]["update"]
-    assert with_data.received_bytes == pytest.approx((2 * 2 * params + 4 * params) * 3 / 4 + 2 * 4 * params / 4 * 1 / 2)
+    assert with_data.received_bytes == pytest.approx((2 * 2 * params + 2 * params) * 3 / 4 + 2 * 2 * params / 4 * 1 / 2)
     more = planned(8, learner__mesh__fsdp=8, rollout__prompts_per_step=32)[1]["update"]
     assert more.received_bytes == pytest.approx(4 * phases["update"].received_bytes)
 
 
-def test_rows_too_short_for_a_tpu_are_summed_in_place_of_gathered(monkeypatch):
-    params = ARCH.num_params()
-    monkeypatch.setattr(cost_lib, "TPU_LANES", HIDDEN // 4)
-    summed = planned(8, learner__mesh__fsdp=8)[1]["update"].received_bytes
-    assert summed == pytest.approx((2 * 2 * 2 * params + 4 * params) * 7 / 8)
-    monkeypatch.setattr(cost_lib, "TPU_LANES", HIDDEN // 8)
-    assert planned(8, learner__mesh__fsdp=8)[1]["update"].received_bytes == pytest.approx((2 * 2 * params + 4 * params) * 7 / 8)
+def test_among_all_devices_of_a_torus_with_three_axes_parts_are_summed_in_place_of_scattered_or_gathered(monkeypatch):
+    params, torus = ARCH.num_params(), dataclasses.replace(CHIP, torus_axes=3, torus_wraps=4)
+    received = lambda chip, **mesh: planned(8, chip, **mesh)[1]["update"].received_bytes  # noqa: E731
+    assert received(torus, learner__mesh__fsdp=8) == pytest.approx((2 * 2 * params + 2 * 2 * params) * 7 / 8)
+    monkeypatch.setattr(cost_lib, "WHOLE_TORUS", 8)
+    assert received(torus, learner__mesh__fsdp=8) == pytest.approx((2 * 2 * 2 * params + 2 * 2 * params) * 7 / 8)
+    flat = dataclasses.replace(torus, torus_axes=2)
+    assert received(flat, learner__mesh__fsdp=8) == pytest.approx((2 * 2 * params + 2 * params) * 7 / 8)
+    part = {"learner__mesh__fsdp": 4, "learner__mesh__data": 2}
+    assert received(torus, **part) == received(flat, **part)
 
 
 def test_tensor_parallelism_sums_activations_six_times_a_layer():

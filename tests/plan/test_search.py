@@ -92,18 +92,23 @@ def test_the_command_prints_what_it_found(capsys):
     assert status == 0 and "fsdp=2 context=1 tensor=2" in text and "fastest first" not in text
 
 
+FOUR = [f"--model={NAME}", "--chip=v5e", "--chips=4"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--chip=v5e", "--chips=4"], "--model is missing"),
         ([f"--model={NAME}"], "--chip and --chips are needed"),
         ([f"--model={NAME}", "--chip=v7", "--chips=4"], "--chip=v7: not known"),
-        ([f"--model={NAME}", "--chip=v5e", "--chips=4", "--topology=v5e:2x2"], "leave out --chip"),
+        ([*FOUR, "--topology=v5e:2x2"], "leave out --chip"),
         ([f"--model={NAME}", "--topology=v5e:2xtwo"], "sizes of its slice"),
-        ([f"--model={NAME}", "--chip=v5e", "--chips=4", "--compile"], "for which slice"),
+        ([*FOUR, "--compile"], "for which slice"),
         ([f"--model={NAME}", "--chip=v5e", "--chips=-4"], "--chips=-4"),
-        ([f"--model={NAME}", "--chip=v5e", "--chips=4", "--config.rollout.slot=3"], "did you mean"),
+        ([*FOUR, "--config.rollout.slot=3"], "did you mean"),
         (["--model=nowhere", "--chip=v5e", "--chips=4"], "model.path=nowhere: no such file"),
+        ([*FOUR, "--config.max_staleness=1", "--config.rollout.workers=2"], "rollout.workers=2: nothing is known"),
+        ([*FOUR, "--config.max_staleness=1", "--config.pools.rollout=2"], "config.pools.rollout: meshes are chosen over all"),
     ],
 )
 def test_mistakes_are_one_line(capsys, args, message):

@@ -73,14 +73,19 @@ def test_the_partitioner_by_itself_gathers_the_head_for_each_chunk(monkeypatch):
     [
         ("v5e:2x4", {"fsdp": 8}, 512),
         pytest.param("v5e:2x4", {"data": 2, "fsdp": 2, "context": 2}, 1024, marks=pytest.mark.slow),
-        pytest.param("v5p:2x2x2", {"fsdp": 8}, 2048, marks=pytest.mark.slow),
-        pytest.param("v5p:2x2x2", {"fsdp": 2, "context": 4}, 4096, marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x2", {"data": 2, "fsdp": 4}, 2048, marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x2", {"data": 2, "fsdp": 2, "context": 2}, 2048, marks=pytest.mark.slow),
+        pytest.param("v5p:4x4x4", {"data": 4, "fsdp": 16}, 1024, marks=pytest.mark.slow),
         pytest.param("v6e:2x4", {"data": 2, "fsdp": 4}, 1024, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_tpus_gather_and_scatter_the_dtype_of_computation(topology, sizes, hidden):
-    """Received in all: weights twice and gradients once, 2 bytes each, over the devices that split them; nothing is whole."""
+    """Received in all: weights twice and gradients once, 2 bytes each, over the devices that split them; nothing is whole.
+
+    It is the TPU compiler that makes reduce-scatters of sums, and there are cases in which it does not: among all devices of a
+    torus with three axes (v5p 2x2x2 with fsdp 8), and for two of a layer's matrices on v5p 4x4x4, fsdp 16, hidden size 2048.
+    """
     arch = dataclasses.replace(WIDE, hidden_size=hidden, intermediate_size=3 * hidden, num_heads=hidden // 64, num_layers=3)
     layout = Layout.train(sizes, tpu_devices(topology))
     _, text = compiled(make_learner(layout, arch, jnp.bfloat16, logit_chunk=CHUNK), SIZES)

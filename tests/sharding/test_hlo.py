@@ -176,13 +176,15 @@ def test_fusions_that_carry_one_collective_count_once(second_channel, count):
     assert collective_bytes(HEAD + fusions + ENTRY + lines + TAIL) == uniform("all-gather", count * 4 * KIB, count)
 
 
-def test_a_reduce_scatter_in_tpu_dress():
+def test_reduce_scatters_in_tpu_dress_count_each_though_they_share_a_channel():
     fused = "\n%all-reduce-scatter.1 (p: f32[4,256]) -> f32[1,256] {\n  %p = f32[4,256]{1,0} parameter(0)\n"
     fused += "  %zero = s32[] constant(0)\n"
     fused += "  %r = f32[4,256] all-reduce(%p), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%sum\n"
     fused += "  ROOT %s = f32[1,256] dynamic-slice(%r, %zero, %zero), dynamic_slice_sizes={1,256}\n}\n"
     line = "  %f = f32[1,256]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1\n"
     assert collective_bytes(HEAD + fused + ENTRY + line + TAIL) == uniform("reduce-scatter", 3 * KIB)
+    both = fused + fused.replace("scatter.1", "scatter.2"), line + line.replace("%f", "%g").replace("scatter.1", "scatter.2")
+    assert collective_bytes(HEAD + both[0] + ENTRY + both[1] + TAIL) == uniform("reduce-scatter", 2 * 3 * KIB, 2)
 
 
 TPU_STEP = """
