@@ -15,14 +15,11 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import dataclasses  # noqa: E402
-import tempfile  # noqa: E402
 
 import common  # noqa: E402
-from step import reward  # noqa: E402
+from step import make_trainer  # noqa: E402
 
-from jrl.config import default_config  # noqa: E402
 from jrl.data import Prompt  # noqa: E402
-from jrl.models.load import load_model  # noqa: E402
 from jrl.rollout.scheduler import Request  # noqa: E402
 from jrl.trainer import Trainer  # noqa: E402
 
@@ -36,32 +33,24 @@ class LongTailed(Trainer):
         return dataclasses.replace(asked, max_new_tokens=asked.max_new_tokens if long else max(asked.max_new_tokens // 8, 1))
 
 
-def seconds_of(args, texts: list[str], staleness: int) -> dict:
+def seconds_of(args, staleness: int) -> dict:
     """Of the steps after the first two, which compile."""
-    c = default_config()
-    c.model.path, c.run_dir, c.steps = args.model, tempfile.mkdtemp(prefix="jrl_async_"), args.steps + 2
-    c.rollout.prompts_per_step, c.rollout.group_size = args.prompts, args.group
-    c.rollout.max_new_tokens, c.rollout.ignore_eos = args.completion_tokens, True
-    c.data.train, c.data.use_chat_template, c.data.max_prompt_tokens = "texts", False, args.prompt_tokens
-    c.data.eval_size = 1
-    c.eval.at_start = False
-    c.learner.microbatch_tokens = args.microbatch_tokens
-    c.max_staleness, c.pools.rollout = staleness, int(staleness > 0)
-    c.algorithm.rollout_is_cap = 2.0 if staleness else 0.0
-    c.log.samples = c.log.tensorboard = c.export.hf = False
-    trainer = LongTailed(c, reward=reward, train_data=[{"question": t, "answer": "0"} for t in texts])
+    keys = {"max_staleness": staleness, "pools__rollout": int(staleness > 0), "eval__at_start": False, "export__hf": False}
+    keys["algorithm__rollout_is_cap"] = 2.0 if staleness else 0.0
+    trainer = make_trainer(args, 2, LongTailed, **keys)
+    steps = trainer.config.steps
     states, ends, tokens = trainer.run.restore(), [], 0
-    trainer.generation.start(c.steps)
+    trainer.generation.start(steps)
     trainer.publish(states)
     batches = trainer.experience(states)
-    for step in range(c.steps):
+    for step in range(steps):
         batch = next(batches)
         trainer.update(step, states, batch)
         trainer.publish(states)
         trainer.generation.step_done()
         ends.append(time.perf_counter())
         tokens += int(batch.rollout.response_lens.sum())
-        print(f"staleness {staleness}: step {step + 1}/{c.steps}", file=sys.stderr, flush=True)
+        print(f"staleness {staleness}: step {step + 1}/{steps}", file=sys.stderr, flush=True)
     trainer.generation.stop()
     trainer.run.checkpoints.close()
     return {"seconds": round(ends[-1] - ends[1], 2), "steps": args.steps, "tokens_of_all_steps": tokens}
@@ -72,10 +61,8 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=1, help="steps that generation may be ahead")
     parser.set_defaults(completion_tokens=128, steps=8, model="random:small")
     args = parser.parse_args()
-    count = args.prompts * (args.steps + 2) + 1
-    texts = common.make_texts(load_model(args.model).tokenizer, count, args.prompt_tokens, args.text)
-    found = {"in turn": seconds_of(args, texts, 0), "ahead": seconds_of(args, texts, args.staleness)}
-    again = seconds_of(args, texts, 0)  # the machine's speed may have changed in between
+    found = {"in turn": seconds_of(args, 0), "ahead": seconds_of(args, args.staleness)}
+    again = seconds_of(args, 0)  # the machine's speed may have changed in between
     turn = (found["in turn"]["seconds"] + again["seconds"]) / 2
     common.emit(
         {

@@ -11,7 +11,7 @@ import tempfile  # noqa: E402
 import common  # noqa: E402
 import numpy as np  # noqa: E402
 
-from jrl.config import default_config  # noqa: E402
+from jrl.config import default_config, override  # noqa: E402
 from jrl.models.load import load_model  # noqa: E402
 from jrl.trainer import Trainer  # noqa: E402
 
@@ -23,18 +23,25 @@ def reward(prompts, completions, **_):
     return [(sum(map(ord, c)) % 17) / 16 for c in completions]
 
 
-def make_trainer(args) -> Trainer:
-    c = default_config()
-    c.model.path, c.run_dir, c.steps = args.model, tempfile.mkdtemp(prefix="jrl_step_"), args.steps + 1
+def make_trainer(args, warm_up: int = 1, kind: type[Trainer] = Trainer, **keys) -> Trainer:
+    """Of a run of `args.steps` after `warm_up` ones.
+
+    Args:
+      keys: of the config, besides those that the arguments say.
+    """
+    c, steps = default_config(), args.steps + warm_up
+    c.model.path, c.run_dir, c.steps = args.model, tempfile.mkdtemp(prefix="jrl_step_"), steps
     c.rollout.prompts_per_step, c.rollout.group_size = args.prompts, args.group
     c.rollout.max_new_tokens, c.rollout.ignore_eos = args.completion_tokens, True
     c.data.train, c.data.use_chat_template, c.data.max_prompt_tokens = "texts", False, args.prompt_tokens
     c.data.eval_size = 1
     c.learner.microbatch_tokens = args.microbatch_tokens
     c.log.samples = c.log.tensorboard = False
-    count = args.prompts * (args.steps + 1) + 1
+    for name, value in keys.items():
+        override(c, name.replace("__", "."), value)
+    count = args.prompts * steps + 1
     texts = common.make_texts(load_model(args.model).tokenizer, count, args.prompt_tokens, args.text)
-    return Trainer(c, reward=reward, train_data=[{"question": t, "answer": "0"} for t in texts])
+    return kind(c, reward=reward, train_data=[{"question": t, "answer": "0"} for t in texts])
 
 
 def main() -> None:
