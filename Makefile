@@ -25,7 +25,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/python -m jrl.main --config=configs/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -q -n auto --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=15
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -30,10 +30,17 @@ def a_run(folder: pathlib.Path, arg: str = "", /, options: dict[str, Any] | None
     return Trainer(load(TINY + arg, RUN | {"run_dir": str(folder)} | keys), **(options or {}))
 
 
-def command(folder: pathlib.Path, arg: str = "", **changes: Any) -> list[str]:
-    """The same run as a command line."""
-    keys = RUN | {"run_dir": str(folder)} | {name.replace("__", "."): value for name, value in changes.items()}
-    return [sys.executable, "-m", "jrl.main", f"--config={TINY}{arg}", *(f"--config.{k}={v}" for k, v in keys.items())]
+def command(
+    folder: pathlib.Path, arg: str = "", config: str = TINY, base: dict[str, Any] | None = None, **changes: Any
+) -> list[str]:
+    """The same run as a command line, or one of another config.
+
+    Args:
+      base: keys in place of those of `RUN`.
+    """
+    keys = (RUN if base is None else base) | {"run_dir": str(folder)}
+    keys |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [sys.executable, "-m", "jrl.main", f"--config={config}{arg}", *(f"--config.{k}={v}" for k, v in keys.items())]
 
 
 def start(args: list[str], **options: Any) -> subprocess.Popen:
