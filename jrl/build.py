@@ -30,7 +30,7 @@ from jrl.rollout.engine import Engine
 from jrl.rollout.weights import weight_publisher
 from jrl.rollout.workers import Workers
 from jrl.shapes import default_slots
-from jrl.sharding.hosts import Shares, fetch, own_part, own_replicas, shares
+from jrl.sharding.hosts import Shares, own_part, own_replicas, shares
 from jrl.sharding.layout import Layout
 from jrl.sharding.memory_kinds import HOST
 from jrl.sharding.mesh import device_order
@@ -142,7 +142,11 @@ def make_layouts(config, devices: Sequence[jax.Device] | None = None) -> dict[st
       UserError: a mesh does not fit the devices, or a model on it is to use memory that they do not have.
     """
     pools = pool_devices(config, device_order(devices).tolist())
-    layouts = {name: make_layout(config, name, pools[name]) for name in ("learner", "rollout")}
+    elsewhere = {"replica": -1} if config.rollout.workers else None  # then this mesh says no more than who asks for what
+    layouts = {
+        "learner": make_layout(config, "learner", pools["learner"]),
+        "rollout": make_layout(config, "rollout", pools["rollout"], elsewhere),
+    }
     for name in ("critic", "reference", "reward"):
         own = any(config[name].mesh.to_dict().values())
         if own or config.pools[name]:
@@ -158,9 +162,10 @@ def check_asynchrony(config, layouts: dict[str, Layout]) -> None:
     told = f"config.max_staleness={config.max_staleness}"
     if not config.max_staleness:
         return
-    if config.rollout.workers and jax.process_count() > 1:
+    if config.rollout.workers % jax.process_count():
         raise UserError(
-            f"config.rollout.workers={config.rollout.workers}: serve one learner process as yet; give 0, or one process"
+            f"config.rollout.workers={config.rollout.workers}: each of the learner's {jax.process_count()} processes has as many;"
+            f" give a multiple of {jax.process_count()}, or 0"
         )
     if not shares(layouts["rollout"]).alone:
         raise UserError(f"{told}: a replica spans several processes; give 0, or a rollout.mesh.tensor within a process")
@@ -337,11 +342,11 @@ def make_generation(
     c, layout = config.rollout, layouts["rollout"]
     if c.workers:
         try:
+            from jrl.launch.delivery import Delivery
             from jrl.launch.rollout import ray_workers
         except ImportError as error:
             raise UserError(f"config.rollout.workers={c.workers}: needs Ray ({error}); pip install 'jrl[ray]'") from None
-        cast = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(dtype), params))
-        return ray_workers(config, model.arch, model.eos_ids, longest), lambda params: fetch(cast(params))
+        return ray_workers(config, model.arch, model.eos_ids, longest), Delivery(dtype)
     # As many slots for each of this process's replicas as those of others have.
     slots = c.slots or default_slots(c.prompts_per_step * c.group_size, layout.batch_shards)
     own, seed = own_replicas(layout), (config.seed + speaker) % 2**32

@@ -105,6 +105,8 @@ def _async_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     for name, there in used.items():
         if c.pools[name] and not there:
             yield f"pools.{name}", "the run has no such model; give 0"
+    if c.plan == "auto" and c.rollout.workers:
+        yield "plan", "rollout.workers have devices that it knows nothing of; set learner.mesh, and leave plan out"
     if c.plan == "auto" and any(c.pools.values()):
         yield "plan", "chooses meshes over all devices; give as_configured, or no pools"
     r = c.rollout

@@ -15,7 +15,7 @@ from jrl import logs
 from jrl.algorithms.presets import BASE, PRESETS, TABLES
 from jrl.config import PRESET
 from jrl.config_keys import FREE, GIVEN, KEYS
-from jrl.errors import UserError
+from jrl.errors import UserError, entry_point
 
 FLAGS = ("--config", "--dry_run", "--help")
 
@@ -188,14 +188,10 @@ def plan_text(config) -> str:
     return "\n\n".join(texts)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 after a mistake of the user's."""
-    try:
-        run(parse(sys.argv[1:] if args is None else args))
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+@entry_point
+def main(args: Sequence[str]) -> None:
+    """Does what the arguments say."""
+    run(parse(args))
 
 
 if __name__ == "__main__":

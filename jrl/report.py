@@ -20,7 +20,7 @@ from typing import Any
 from jrl import jsonl
 from jrl.algorithms.presets import PRESETS, preset
 from jrl.config_keys import KEYS
-from jrl.errors import UserError
+from jrl.errors import UserError, entry_point
 from jrl.metrics import points, read_metrics
 from jrl.samples import read_samples
 from jrl.svg import COLORS, Curve, picture
@@ -287,17 +287,12 @@ def curve_svg(run_dir: str | os.PathLike, keys: Sequence[str] | Mapping[str, str
     return picture(curves, title)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 after a mistake of the user's."""
-    args = sys.argv[1:] if args is None else args
-    try:
-        if len(args) != 1 or args[0].startswith("-"):
-            raise UserError("usage: python -m jrl.report RUN_DIR")
-        print(write_report(args[0]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+@entry_point
+def main(args: Sequence[str]) -> None:
+    """Writes the report of a run directory."""
+    if len(args) != 1 or args[0].startswith("-"):
+        raise UserError("usage: python -m jrl.report RUN_DIR")
+    print(write_report(args[0]))
 
 
 if __name__ == "__main__":

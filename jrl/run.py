@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 
 from jrl import config as config_lib
+from jrl import wandb_log
 from jrl.activity import at_step
 from jrl.audit import Audit, surroundings
 from jrl.checkpoint import Checkpointer
@@ -32,7 +33,6 @@ from jrl.metrics import COLUMNS, Columns, MetricsWriter, Sink, Timers
 from jrl.prometheus import Exporter
 from jrl.report import write_report
 from jrl.sharding.hosts import gather, is_chief, together
-from jrl.wandb_log import Wandb
 
 log = logging.getLogger("jrl")
 
@@ -190,7 +190,7 @@ class Run(abc.ABC):
         (self.directory / "config.json").write_text(resolved + "\n")
         c = self.config
         sinks: list[Sink] = [Exporter(c.log.prometheus_port)] if c.log.prometheus_port else []
-        sinks += [Wandb(c.log.wandb, self.directory, config_lib.flatten(c))] if c.log.wandb else []
+        sinks += [wandb_log.Wandb(c.log.wandb, self.directory, config_lib.flatten(c))] if c.log.wandb else []
         console = "json" if c.log.json else True
         self.metrics = MetricsWriter(self.directory, c.log.tensorboard, c.steps, self.step, console, self._columns, sinks)
 
@@ -305,6 +305,21 @@ class Run(abc.ABC):
         """Closes what the run writes to."""
         if self.metrics:
             self.metrics.close()
+
+
+def check_outputs(config) -> None:
+    """Looks at what a run will write to, before anything takes time.
+
+    Raises:
+      UserError: the directory cannot be used, a port is taken, a package is missing.
+    """
+    run_directory(config.run_dir)
+    if not is_chief():
+        return
+    if port := config.log.prometheus_port:
+        Exporter(port).close()
+    if project := config.log.wandb:
+        wandb_log.package(project)
 
 
 def run_directory(path: str) -> pathlib.Path:

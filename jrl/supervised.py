@@ -30,7 +30,7 @@ from jrl.models.hf import save_hf
 from jrl.models.load import OpenModel, open_model
 from jrl.plan.auto import refuse_what_cannot_fit
 from jrl.plan.supervised import make_stage_plan
-from jrl.run import Interrupted, Run, run_directory
+from jrl.run import Interrupted, Run, check_outputs
 from jrl.sharding.layout import Layout
 from jrl.sharding.reshard import reshard
 from jrl.stages import Arrays, Known, Stage, stage_of
@@ -79,7 +79,7 @@ class SupervisedTrainer:
         if config.stage == "rl":
             raise UserError("config.stage='rl': SupervisedTrainer runs the other stages; use jrl.Trainer, or the command line")
         self.config, self.stage = config, stage_of(config)
-        run_directory(config.run_dir)  # a mistake there should not wait for the model
+        check_outputs(config)  # a mistake there should not wait for the model
         self.parts = build(config, self.stage, train_data, eval_data)
         self.run = SupervisedRun(config, self.stage, self.parts)
         self.ref_logprobs: dict[str, np.ndarray] = {}  # uid -> f32 of each of the item's sequences

@@ -33,7 +33,7 @@ from jrl.plan.auto import resolve
 from jrl.rl_run import RLRun
 from jrl.rollout.engine import Engine
 from jrl.rollout.scheduler import Request
-from jrl.run import Interrupted, run_directory
+from jrl.run import Interrupted, check_outputs
 from jrl.types import Batch, Completion, Rollout, concatenate, make_rollout, take
 
 log = logging.getLogger("jrl")
@@ -69,7 +69,7 @@ class Trainer:
         if critic_head:
             config.critic.head = PYTHON
         self.config = config = resolve(config_lib.with_preset(config, pieces))
-        run_directory(config.run_dir)  # a mistake there should not wait for the model
+        check_outputs(config)  # a mistake there should not wait for the model
         self.parts: Parts = build(config, pieces, reward, train_data, eval_data, speaker or 0, critic_head)
         self.run = RLRun(config, self.parts)
         self.run.generation = self.generation = self.make_generation()

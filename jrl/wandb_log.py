@@ -10,6 +10,19 @@ from jrl.errors import UserError
 ID = "wandb_id"  # file in the run's directory: a resumed run goes on in the same place
 
 
+def package(project: str) -> Any:
+    """The module `wandb`.
+
+    Raises:
+      UserError: it is not there.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(f"config.log.wandb={project}: needs the package wandb; pip install 'jrl[wandb]'") from None
+    return wandb
+
+
 class Wandb:
     """One run of a project; WANDB_MODE=offline keeps it on disk, in the run's directory.
 
@@ -18,10 +31,7 @@ class Wandb:
     """
 
     def __init__(self, project: str, run_dir: pathlib.Path, settings: Mapping[str, Any]):
-        try:
-            import wandb
-        except ImportError:
-            raise UserError(f"config.log.wandb={project}: needs the package wandb; pip install 'jrl[wandb]'") from None
+        wandb = package(project)
         file = run_dir / ID
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:12])

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import sys
 import urllib.request
 
 import pytest
@@ -60,12 +61,17 @@ def test_prometheus_shows_the_run(tmp_path):
         urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=2)
 
 
-def test_a_port_that_is_taken():
-    port = free_port()
+def test_where_metrics_cannot_go_is_told_before_the_model_is_looked_at(tmp_path, monkeypatch):
+    port, missing = free_port(), {"run_dir": str(tmp_path / "run"), "model.path": str(tmp_path / "no model")}
     exporter = Exporter(port)
     with pytest.raises(UserError, match=f"config.log.prometheus_port={port}: cannot be served on"):
-        Exporter(port)
+        Trainer(load(TINY, RUN | missing | {"log.prometheus_port": port}))
     exporter.close()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="config.log.wandb=mine: needs the package wandb"):
+        Trainer(load(TINY, RUN | missing | {"log.wandb": "mine"}))
+    with pytest.raises(UserError, match="no model"):  # otherwise it is the model
+        Trainer(load(TINY, RUN | missing | {"log.prometheus_port": port}))
 
 
 def trained_value(text: str, name: str) -> float:

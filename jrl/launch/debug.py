@@ -10,12 +10,7 @@ import os
 import runpy
 import sys
 
-
-def environment() -> dict[str, str]:
-    """What the process finds the cluster and the debugger by."""
-    import ray
-
-    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_DEBUG": "legacy"}
+ENVIRONMENT = {"RAY_DEBUG": "legacy"}  # what the process finds the debugger by; the cluster it is told in any case
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from jrl import config as config_lib
 from jrl import main as jrl_main
-from jrl.errors import UserError
+from jrl.errors import UserError, entry_point
 from jrl.flags import check_values, read_flags
 from jrl.launch import debug
 from jrl.launch.cluster import BY_HAND, CLUSTER
@@ -183,7 +183,8 @@ class Launch:
         self._first = numbers.index(0)
         self._names = [f"process {number} on {host}" for number, host in zip(numbers, group.hosts, strict=True)]
         coordinator = f"{group.hosts[self._first]}:{group.call_one(self._first, 'free_port')}"
-        passed = {name: os.environ[name] for name in s.env.split(",") if name} | (debug.environment() if s.debug else {})
+        passed = {name: os.environ[name] for name in s.env.split(",") if name} | _cluster()
+        passed |= debug.ENVIRONMENT if s.debug else {}
         wrapped = ["jrl.launch.debug"] if s.debug else []
         args = ["-m", *wrapped, self._module, *self._args, *(["--config.resume=True"] if attempt and self._began else [])]
         for rank, number in enumerate(numbers):
@@ -229,6 +230,13 @@ class Launch:
                 sys.stderr.writelines(f"[{name}] {line}\n" for line in outcome.lines)
                 self._began |= outcome.began
         sys.stderr.flush()
+
+
+def _cluster() -> dict[str, str]:
+    """What a process finds this cluster by, for rollout workers and the debugger."""
+    import ray
+
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
 def _joined(coordinator: str, hosts: int, number: int) -> dict[str, str]:
@@ -282,13 +290,11 @@ def run(args: Sequence[str]) -> dict[str, Any]:
         ray.shutdown()
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """The exit status: 0; 1 after a run that failed; 2 after a mistake of the user's."""
+@entry_point
+def main(args: Sequence[str]) -> int:
+    """The exit status: 0, or 1 after a run that failed."""
     try:
-        print(json.dumps(run(sys.argv[1:] if args is None else args)), flush=True)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        print(json.dumps(run(args)), flush=True)
     except GaveUp as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

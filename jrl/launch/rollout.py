@@ -1,6 +1,7 @@
 """Rollout workers on Ray: `rollout.workers` actors, each with an engine on the devices that Ray gives it.
 
-Weights go from the learner to each worker as arrays in host memory, put into Ray's object store once a version.
+Weights come as the parts that the learner's processes hold, see `jrl.launch.delivery`. Of several such processes each has as
+many of the workers as any other, which sample its share of the prompts.
 """
 
 import os
@@ -10,12 +11,14 @@ import jax
 import ray
 
 from jrl import platform
-from jrl.config import default_config, override
+from jrl.config import default_config, flatten, override
+from jrl.launch.delivery import connect
 from jrl.launch.group import WorkerError, WorkerGroup
 from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.rollout.workers import Piece, Turn, Worker, WorkerLost, Workers
 from jrl.sharding.layout import Layout
+from jrl.sharding.shards import from_shards
 
 TURN_S = 900.0  # of one step of a worker's engine, compiling included; a worker that takes longer is taken for lost
 
@@ -38,11 +41,12 @@ class EngineActor:
         layout = Layout.rollout({"replica": -1, "tensor": config.rollout.mesh.tensor}, jax.local_devices())
         platform.configure()
         dtype = platform.compute_dtype(config.model.compute_dtype)
-        shardings = layout.tree(decoder.param_axes(arch), decoder.abstract_params(arch))
+        like = decoder.abstract_params(arch)
+        shardings = layout.tree(decoder.param_axes(arch), like)
         engine = engine_of(config, arch, eos_ids, layout, dtype, longest, slots // layout.batch_shards or 1, config.seed, None)
-        self._worker = Worker(engine, lambda weights: jax.device_put(weights, shardings))
+        self._worker = Worker(engine, lambda parts: from_shards(ray.get(parts), like, shardings))
 
-    def turn(self, weights: Any, version: int, new: list[Piece]) -> Turn:
+    def turn(self, weights: list[Any] | None, version: int, new: list[Piece]) -> Turn:
         return self._worker.turn(weights, version, new)
 
     def pid(self) -> int:
@@ -60,9 +64,9 @@ class OnRay:
             raise WorkerLost(f"rollout worker {number}: {error}") from None
 
     def turn(self, weights: tuple[Any, int] | None, new: list[Piece]) -> Turn:
-        params, version = weights or (None, -1)
+        parts, version = weights or (None, -1)
         try:
-            return self._group.call_one(0, "turn", params, version, new, timeout_s=TURN_S)
+            return self._group.call_one(0, "turn", parts, version, new, timeout_s=TURN_S)
         except WorkerError as error:
             raise WorkerLost(f"rollout worker {self._number}: {error}") from error
 
@@ -71,14 +75,13 @@ class OnRay:
 
 
 def ray_workers(config, arch: Arch, eos_ids: tuple[int, ...], longest: int) -> Workers:
-    """The workers of a run, on the cluster at RAY_ADDRESS or one on this machine."""
-    from jrl.config import flatten
-
-    if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS", "local"), log_to_driver=False, logging_level="ERROR")
+    """This process's workers, on the cluster at RAY_ADDRESS or one on this machine."""
     c = config.rollout
+    connect(c.workers)
     share = -(-c.prompts_per_step * c.group_size // c.workers)
     args = (flatten(config), arch, eos_ids, longest, c.slots or min(share, 64))
     resources = {"CPU": c.worker_cpus} | ({"GPU": c.worker_gpus} if c.worker_gpus else {})
     timeout_s = config.hosts.connect_s
-    return Workers(lambda number: OnRay(number, resources, args, timeout_s), c.workers, ray.put, c.worker_restarts)
+    mine = c.workers // jax.process_count()
+    first = mine * jax.process_index()
+    return Workers(lambda number: OnRay(first + number, resources, args, timeout_s), mine, c.worker_restarts)

@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jrl import config as config_lib
-from jrl.errors import UserError
+from jrl.errors import UserError, entry_point
 from jrl.flags import check_values, read_flags, without_config
 from jrl.main import parse as parse_config
 
@@ -70,6 +70,11 @@ def parse(args: Sequence[str]) -> tuple[Settings, Any]:
         for name, value in {"data.train": "none", **overrides}.items():
             config_lib.override(config, name, value)
         config_lib.validate(config)
+    if config.rollout.workers:
+        raise UserError(f"config.rollout.workers={config.rollout.workers}: nothing is known of their devices; leave it out")
+    if any(config.pools.values()) and not settings.as_configured:
+        apart = ", ".join(f"pools.{name}" for name, count in config.pools.items() if count)
+        raise UserError(f"config.{apart}: meshes are chosen over all devices; leave it out, or plan --as_configured")
     if settings.topology and (settings.chip or settings.chips):
         raise UserError(f"--topology={settings.topology}: says chip and number; leave out --chip and --chips")
     if not settings.topology and not (settings.chip and settings.chips):
@@ -169,16 +174,11 @@ def _compiled_text(compiled: Sequence[Any], chip: Any) -> str:
     return f"{table(compiled)}\n{most}"
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 after a mistake of the user's or where nothing fits."""
-    try:
-        settings, config = parse(sys.argv[1:] if args is None else args)
-        found = run(settings, config)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+@entry_point
+def main(args: Sequence[str]) -> None:
+    """Prints a plan; that nothing fits is told as a mistake is."""
+    found = run(*parse(args))
     print(json.dumps(found) if isinstance(found, dict) else found)
-    return 0
 
 
 if __name__ == "__main__":

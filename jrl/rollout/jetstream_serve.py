@@ -11,22 +11,19 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from jrl.errors import UserError
+from jrl.errors import entry_point
 from jrl.rollout.jetstream.flags import parse
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 after a failure, or 2 after a mistake of the user's."""
+@entry_point
+def main(args: Sequence[str]) -> int:
+    """The exit status: 0, or 1 after a failure."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)  # on stderr
     logging.getLogger("jrl").setLevel(logging.INFO)
-    try:
-        settings = parse(sys.argv[1:] if args is None else args)
-        from jrl.rollout.jetstream.server import run  # here, so that help and mistakes do not wait for jax to load
+    settings = parse(args)
+    from jrl.rollout.jetstream.server import run  # here, so that help and mistakes do not wait for jax to load
 
-        return 0 if run(settings) else 1
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return 0 if run(settings) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jrl.errors import UserError
+from jrl.errors import UserError, entry_point
 from jrl.serve.flags import Settings, parse
 
 log = logging.getLogger("jrl")
@@ -39,16 +39,12 @@ def run(settings: Settings) -> None:
         os._exit(0)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 after a mistake of the user's."""
+@entry_point
+def main(args: Sequence[str]) -> None:
+    """Serves until it is told to end."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)  # on stderr
     logging.getLogger("jrl").setLevel(logging.INFO)
-    try:
-        run(parse(sys.argv[1:] if args is None else args))
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    run(parse(args))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from jrl.errors import UserError
 from jrl.rollout.engine import EngineStats, sum_stats
 from jrl.rollout.scheduler import Request
 from jrl.types import Completion
@@ -71,13 +72,12 @@ class _Ask:
 class Workers:
     """
     Args:
-      make: a new worker, by its number.
-      share: makes of weights what is handed to the workers; called once a version.
+      make: a new worker, by its number; raises WorkerLost, or UserError where there is no room for it.
       restarts: how many lost workers are replaced before the run is given up.
     """
 
-    def __init__(self, make: Callable[[int], Remote], count: int, share: Callable[[Any], Any] = lambda x: x, restarts: int = 3):
-        self._make, self._share, self._left = make, share, restarts
+    def __init__(self, make: Callable[[int], Remote], count: int, restarts: int = 3):
+        self._make, self._left = make, restarts
         self.params: Any = None
         self.version = -1
         self.stats = EngineStats()
@@ -97,10 +97,9 @@ class Workers:
     # As an engine ------------------------------------------------------------------------------------------------------------
 
     def load(self, params: Any, version: int, under_way: bool = True) -> None:
-        """As `Engine.load`; each worker takes them up at its next step."""
-        shared = self._share(params)
+        """As `Engine.load`, of what the remotes hand to their workers as weights; each takes them up at its next step."""
         with self._changed:
-            self.params, self.version, self._weights = params, version, (shared, version)
+            self.params, self.version, self._weights = params, version, (params, version)
             self._changed.notify_all()
 
     @property
@@ -155,14 +154,15 @@ class Workers:
     def _serve(self, index: int) -> None:
         remote: Remote | None = None
         try:
-            loaded = -1
+            remote, loaded = self._make(index), -1  # who cannot be had to begin with is not waited for again
             while not self._ending:
-                if remote is None:
-                    remote, loaded = self._make(index), -1
                 try:
+                    if remote is None:
+                        remote, loaded = self._make(index), -1
                     loaded = self._turn(index, remote, loaded)
-                except WorkerLost as lost:
-                    remote.close()
+                except (WorkerLost, UserError) as lost:
+                    if remote is not None:
+                        remote.close()
                     remote = None
                     self._take_back(index, lost)
         except BaseException as error:
@@ -199,7 +199,7 @@ class Workers:
         if not ask.missing:
             del self._asks[completion.request]
 
-    def _take_back(self, index: int, lost: WorkerLost) -> None:
+    def _take_back(self, index: int, lost: Exception) -> None:
         """What a lost worker has not finished waits for the one that takes its place."""
         with self._changed:
             self._left -= 1

@@ -15,7 +15,7 @@ import jax
 
 from jrl import config as config_lib
 from jrl import platform
-from jrl.errors import UserError
+from jrl.errors import UserError, entry_point
 from jrl.flags import check_values, read_flags, without_config
 from jrl.main import parse as parse_config
 from jrl.models import decoder
@@ -143,16 +143,12 @@ def _sizes(values: Sequence[Any]) -> str:
     return " ".join(map(str, values)) or "-"
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 after a mistake of the user's."""
-    try:
-        settings, config = parse(sys.argv[1:] if args is None else args)
-        jax.config.update("jax_platforms", "cpu")  # no accelerator of this machine is wanted, nor should it be taken
-        print(picture(config, settings.devices, settings.hosts))
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+@entry_point
+def main(args: Sequence[str]) -> None:
+    """Prints the picture of a config's meshes."""
+    settings, config = parse(args)
+    jax.config.update("jax_platforms", "cpu")  # no accelerator of this machine is wanted, nor should it be taken
+    print(picture(config, settings.devices, settings.hosts))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jrl import logs
-from jrl.errors import UserError
+from jrl.errors import UserError, entry_point
 from jrl.flags import check_values, read_flags, without_config
 from jrl.main import parse as parse_config
 from jrl.sweep.execute import FAILED, FINISHED, Pool, Processes, status_on_disk
@@ -103,20 +103,17 @@ def _pool(settings: Settings) -> Callable[[int], Pool]:
     return lambda lock: RayPool(settings.num_cpus, settings.num_gpus)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if a run failed, or 2 after a mistake of the user's."""
-    try:
-        settings, sweep = parse(sys.argv[1:] if args is None else args)
-        if settings.dry_run:
-            print(plan_text(sweep))
-            return 0
-        pool = _pool(settings)
-        logs.configure(as_json=False)
-        patterns = [part.strip() for part in settings.metrics.split(",") if part.strip()]
-        summary = run(sweep, pool, patterns)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+@entry_point
+def main(args: Sequence[str]) -> int:
+    """The exit status: 0, or 1 if a run failed."""
+    settings, sweep = parse(args)
+    if settings.dry_run:
+        print(plan_text(sweep))
+        return 0
+    pool = _pool(settings)
+    logs.configure(as_json=False)
+    patterns = [part.strip() for part in settings.metrics.split(",") if part.strip()]
+    summary = run(sweep, pool, patterns)
     print(json.dumps(summary), flush=True)
     return 1 if FAILED in summary or ("signal" not in summary and summary.get(FINISHED) != summary["runs"]) else 0
 

@@ -114,6 +114,15 @@ def test_one_of_two_processes_is_killed_and_both_go_on(tmp_path):
     assert len(trained(folder)) == STEPS and training_processes(folder) == []
 
 
+def test_rollout_workers_are_of_the_same_cluster(tmp_path):
+    folder = tmp_path / "run"
+    keys = {"rollout.workers": 1, "max_staleness": 1, "steps": 4}
+    out, err = start(command(folder, **keys)).communicate(timeout=400)
+    assert json.loads(out.splitlines()[-1])["steps"] == 4, err
+    most = [row["rollout/staleness_max"] for row in trained(folder)]
+    assert most[0] == 0 and max(most) == 1
+
+
 def _environment(pid):
     return pathlib.Path(f"/proc/{pid}/environ").read_bytes()
 

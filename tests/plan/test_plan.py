@@ -94,6 +94,16 @@ def test_integers_take_the_bytes_that_the_plan_says(tensor):
     assert bytes_on(pool, jax.devices()[0]) == whole * (1 + 4 / arch.head_dim) / 4
 
 
+def test_workers_take_nothing_of_the_learners_devices():
+    """Nor does their mesh have to suit these."""
+    sizes = dict(rollout__workers=2, max_staleness=1)
+    with_workers = make_plan(config(rollout__mesh__tensor=16, **sizes), small_arch(), 8)
+    assert not any("rollout" in name for name in [*with_workers.held_bytes, *with_workers.programs, *with_workers.meshes])
+    assert with_workers.phase_bytes.keys() == {"updating the policy"} and "2 workers, each on devices" in with_workers.text()
+    here = make_plan(config(), small_arch(), 8)
+    assert here.phase_bytes["updating the policy"] == with_workers.phase_bytes["updating the policy"]
+
+
 def rollout_bytes(plan) -> int:
     return next(n for name, n in plan.phase_bytes["generating"].items() if name.startswith("rollout weights"))
 

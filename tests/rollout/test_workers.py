@@ -9,11 +9,15 @@ import time
 import numpy as np
 import pytest
 
+from jrl.build import check_asynchrony
+from jrl.config import load
+from jrl.errors import UserError
 from jrl.rollout.engine import EngineStats
 from jrl.rollout.scheduler import Request
 from jrl.rollout.workers import Worker, WorkerLost, Workers
 from jrl.types import Completion
-from tests.runs import a_run, lines, trained
+from tests.clusters import run_together
+from tests.runs import RUN, TINY, a_run, lines, trained
 
 
 class Counting:
@@ -128,6 +132,32 @@ def test_too_many_that_are_lost_end_it():
     workers.close()
 
 
+@pytest.mark.parametrize(
+    ("refused", "told"), [(["1.1"], None), (["0.0"], "worker 0: no room"), (["1.1", "1.2"], "no more are replaced")]
+)
+def test_one_that_cannot_be_made(refused, told):
+    """The first one ends it; one that takes another's place may be asked for again."""
+    asked = collections.Counter()
+
+    def make(number):
+        asked[number] += 1
+        name = f"{number}.{asked[number] - 1}"
+        if name in refused:  # as its host dies, and as the cluster is full
+            raise (WorkerLost if name == "1.2" else UserError)(f"worker {number}: no room")
+        return Mortal(number, dies_at=1 if name == "1.0" else 10**9)
+
+    workers = Workers(make, 2, restarts=2)
+    workers.load("weights 1", 1)
+    tickets = workers.submit(requests(4))
+    if told:
+        with pytest.raises((WorkerLost, UserError), match=told):
+            while True:
+                workers.step()
+    else:
+        assert len(all_of(workers, tickets)) == 16 and asked == {0: 1, 1: 3}
+    workers.close()
+
+
 def test_what_is_aborted_comes_back_to_nobody():
     workers = Workers(lambda number: Mortal(number), 2)
     workers.load("weights 1", 1)
@@ -137,6 +167,17 @@ def test_what_is_aborted_comes_back_to_nobody():
     again = all_of(workers, workers.submit(requests(1)))
     assert len(again) == 4
     workers.close()
+
+
+def test_several_processes_need_a_cluster_and_as_many_workers_each(tmp_path, monkeypatch):
+    delivery = pytest.importorskip("jrl.launch.delivery")
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match="must share a Ray cluster: start one .* RAY_ADDRESS=HOST:6379"):
+        delivery.connect(2)
+    config = load(TINY, RUN | {"run_dir": str(tmp_path), "max_staleness": 1, "rollout.workers": 3})
+    with pytest.raises(UserError, match=r"config.rollout.workers=3: .* give a multiple of 2, or 0"):
+        check_asynchrony(config, {})
 
 
 # On Ray ------------------------------------------------------------------------------------------------------------------
@@ -174,3 +215,28 @@ def test_a_killed_worker_costs_nothing(tmp_path):
         assert first == [row["tokens"] for row in lines(tmp_path / "turn" / "samples.jsonl")]
     finally:
         ray.shutdown()
+
+
+@pytest.mark.slow
+def test_workers_of_several_learner_processes(tmp_path, monkeypatch):
+    """Weights are split over the devices of two processes, and each of two workers serves one of them."""
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=4, log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        run_together(tmp_path / "run", 2, 4, rollout__workers=2, algorithm__rollout_is_cap=2.0, **SETTINGS)
+    finally:
+        ray.shutdown()
+    rows, told = lines(tmp_path / "run" / "samples.jsonl"), trained(tmp_path / "run")
+    uids = collections.Counter(row["uid"] for row in rows)
+    assert len(told) == 5 and len(rows) == 5 * 16 and set(uids.values()) == {4}
+    most = [m["rollout/staleness_max"] for m in told]
+    assert most[0] == 0 and max(most) == 1
+    # The first batch is what one process would have sampled and learned, and later tokens are of weights that have arrived.
+    a_run(tmp_path / "turn", **(SETTINGS | {"max_staleness": 0, "steps": 1})).train()
+    assert [r["tokens"] for r in rows if r["step"] == 0] == [r["tokens"] for r in lines(tmp_path / "turn" / "samples.jsonl")]
+    (alone,) = trained(tmp_path / "turn")
+    assert told[0]["actor/pg_loss"] == pytest.approx(alone["actor/pg_loss"], abs=1e-6)
+    assert told[0]["actor/grad_norm"] == pytest.approx(alone["actor/grad_norm"], rel=1e-4)
+    later = [m["rollout_corr/logprob_abs_diff"] for m in told[1:] if "rollout_corr/logprob_abs_diff" in m]
+    assert later and max(later) < 1e-4  # as the learner knows them: an Adam step between would be a hundred times that
