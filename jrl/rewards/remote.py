@@ -88,6 +88,8 @@ class Service:
                 with _OPENER.open(request, timeout=max(until - time.monotonic(), 0.01)) as reply:
                     return reply.read(_MOST_BYTES)
             except (OSError, http.client.HTTPException) as error:
+                if time.monotonic() >= until:  # the socket's time-out and the guard's are one: whoever sees it first, it is that
+                    raise RewardFailure("timeout", f"{self._url} had not answered by the deadline ({error})") from None
                 final = isinstance(error, urllib.error.HTTPError) and error.code not in _TRY_AGAIN
                 if final or attempt == self._retries or time.monotonic() + pause_s > until:
                     raise

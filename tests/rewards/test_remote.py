@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+import urllib.error
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from jrl.config import default_config
 from jrl.errors import UserError
 from jrl.rewards import RewardManager
+from jrl.rewards.remote import Service
 from jrl.rewards.runners import MAX_ABANDONED
+from jrl.rewards.worker import RewardFailure
 
 
 def scores(values):
@@ -90,6 +93,22 @@ def test_a_service_that_hangs_is_cut_off(service):
     result = manager(service, timeout_s=1.0, batch_size=2).score(["p"] * 4, ["x"] * 4, {})
     assert 0.9 < time.monotonic() - began < 3 and result.failures == {"remote/timeout": 4}
     gate.set()
+
+
+def test_an_answer_that_the_socket_waits_for_in_vain_is_late_not_wrong(service):
+    """As where the socket's time-out comes before the guard's."""
+    gate = threading.Event()
+    service.reply = lambda body: (gate.wait(20), (200, b""))[1]
+    it = Service(f"http://127.0.0.1:{service.server_address[1]}/", "", retries=0)
+    it._until = time.monotonic() + 0.2
+    with pytest.raises(RewardFailure, match="had not answered by the deadline") as late:
+        it._scores(["p"], ["x"])
+    gate.set()
+    service.reply = lambda body: (404, b"")
+    it._until = time.monotonic() + 20
+    with pytest.raises(urllib.error.HTTPError):
+        it._scores(["p"], ["x"])
+    assert late.value.kind == "timeout"
 
 
 def test_a_service_that_drips_is_cut_off_and_left_alone_in_the_end(service):
