@@ -36,6 +36,7 @@ def parse_args() -> argparse.Namespace:
     p.add_argument("--slots", type=int, default=0, help="sequences decoded at once per replica; 0: all, at most 64")
     p.add_argument("--page-size", type=int, default=16, help="tokens of a page")
     p.add_argument("--decode-chunk", type=int, default=32, help="tokens between two looks of the host")
+    p.add_argument("--attention", default="auto", help="attention backend, as rollout.attention")
     p.add_argument("--unroll-layers", choices=("auto", "on", "off"), default="auto", help="as rollout.unroll_layers")
     p.add_argument("--long-tokens", type=int, default=0, help="of the completions that are longer than the others")
     p.add_argument("--long-share", type=float, default=0.0, help="of them among all groups")
@@ -166,7 +167,7 @@ def of_jrl(args: argparse.Namespace) -> dict:
     engine = Engine(
         model.arch, layout, slots=args.slots or default_slots(work.samples, layout.batch_shards), max_tokens=work.longest,
         eos_ids=model.eos_ids, page_size=args.page_size, decode_chunk=args.decode_chunk, dtype=dtype,
-        unroll_layers=unroll, speculate=args.speculate,
+        unroll_layers=unroll, speculate=args.speculate, attention=args.attention,
     )  # fmt: skip
     startup_s = time.perf_counter() - T0
     first = generate(engine, params, work, 0)["seconds"]

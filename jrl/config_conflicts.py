@@ -83,7 +83,7 @@ def _rl_conflicts(c: ConfigDict) -> Iterator[tuple[str, str]]:
     yield from _reward_conflicts(c)
     yield from _agent_conflicts(c)
     yield from _async_conflicts(c)
-    if r.kv == "int8" and r.attention in ("tpu", "gpu"):
+    if r.kv == "int8" and r.attention in ("tpu", "gpu", "cpu"):
         yield "rollout.kv", f"the {r.attention} kernel reads the compute_dtype; give rollout.attention=auto or xla, or kv=same"
     for name in ("weights", "kv"):
         if r[name] == "int8" and not a.rollout_is_cap and a.proximal == "learner":

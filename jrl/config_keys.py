@@ -180,7 +180,12 @@ _TABLE: tuple[Key, ...] = (
     Key("rollout.weights", "same", "matrices of the rollout: in compute_dtype, or 8-bit integers", one_of("same", "int8")),
     Key("rollout.kv", "same", "keys and values of the KV cache: in compute_dtype, or 8-bit integers", one_of("same", "int8")),
     Key("rollout.speculate", 0, "tokens guessed per slot and pass from its own text, where it is faster; 0: off", NOT_NEGATIVE),
-    Key("rollout.attention", "auto", "attention backend; auto: the best that runs here", one_of("auto", "tpu", "gpu", "xla")),
+    Key(
+        "rollout.attention",
+        "auto",
+        "attention backend; auto: the best that runs here",
+        one_of("auto", "tpu", "gpu", "cpu", "xla"),
+    ),
     Key(
         "rollout.unroll_layers",
         "auto",

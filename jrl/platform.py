@@ -22,14 +22,18 @@ def configure() -> None:
     and the first touch of fresh pages costs more than the arithmetic done in them; so blocks come from the heap and stay there.
     """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "jrl" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if platform.libc_ver()[0] == "glibc" and jax.default_backend() == "cpu":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         libc.mallopt(_M_TOP_PAD, 64 << 20)
+
+
+def cache_dir() -> pathlib.Path:
+    """Where what was compiled is kept for the next run."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "jrl"
 
 
 def compute_dtype(name: str, backend: str | None = None) -> np.dtype:

@@ -53,13 +53,13 @@ def held_bytes(config, arch: Arch, layouts, weights, batch, backend: Backend, dt
     kind = dtype.name if config.rollout.kv == "same" else config.rollout.kv
     held[f"rollout: KV pool, {kind}, at most"] = sum(shards)
     if config.max_staleness:
-        held |= {f"rollout: {name}": n for name, n in _rollout_weights(config, arch, rollout, weights, dtype).items()}
+        held |= {f"rollout: {name}": n for name, n in _rollout_weights(config, arch, rollout, weights, backend, dtype).items()}
     return {DEVICE: held, HOST: far}
 
 
-def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str, dict[str, int]]:
+def phase_bytes(config, arch: Arch, layouts, weights, batch, backend: Backend, dtype) -> dict[str, dict[str, int]]:
     """The rollout's weights are let go before the updates and made anew after them, unless both go on side by side."""
-    rollout = {} if config.max_staleness else _rollout_weights(config, arch, layouts["rollout"], weights, dtype)
+    rollout = {} if config.max_staleness else _rollout_weights(config, arch, layouts["rollout"], weights, backend, dtype)
     tensor = layouts["rollout"].mesh.shape["tensor"]
     tokens = batch["slots"] * (config.rollout.speculate + 1)  # of a pass of decoding
     decode_logits = tokens * arch.vocab_size // tensor * 4 * 2  # logits and their probabilities, float32
@@ -86,8 +86,8 @@ def phase_bytes(config, arch: Arch, layouts, weights, batch, dtype) -> dict[str,
     return phases
 
 
-def _rollout_weights(config, arch: Arch, layout: Layout, weights, dtype) -> dict[str, int]:
-    """What the rollout's copy takes: none where dtype and placement are the policy's, all of it where it is quantized."""
+def _rollout_weights(config, arch: Arch, layout: Layout, weights, backend: Backend, dtype) -> dict[str, int]:
+    """What the rollout's copies take: none where dtype and placement are the policy's, all of it where it is quantized."""
     if config.rollout.weights == "int8":
         pairs = zip(*map(jax.tree.leaves, int8_arrays(arch, layout, dtype)), strict=True)
         return {"rollout weights, int8": sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)}
@@ -98,7 +98,8 @@ def _rollout_weights(config, arch: Arch, layout: Layout, weights, dtype) -> dict
         if copies or not _same_placement(spec, train_spec, shape, train_shape)
     )
     label = f"rollout weights, {dtype.name}" if copied else "rollout weights, the policy's own"
-    return {label: copied * dtype.itemsize}
+    packed = backend.packed_bytes()
+    return {label: copied * dtype.itemsize} | ({"rollout weights, packed": packed} if packed else {})
 
 
 def _same_placement(spec: Any, train_spec: Any, shape: tuple[int, ...], train_shape: tuple[int, ...]) -> bool:

@@ -153,7 +153,7 @@ def make_plan(config, arch: Arch, num_devices: int, backend: str | None = None) 
         worth_it(config.rollout.unroll_layers, backend, config.rollout.max_new_tokens)
     with naming(_mesh_key(config, "rollout")):
         held = held_bytes(config, arch, layouts, weights, batch, attention, dtype)
-    phases = phase_bytes(config, arch, layouts, weights, batch, dtype)
+    phases = phase_bytes(config, arch, layouts, weights, batch, attention, dtype)
     facts = model_facts(arch, dtype)
     meshes = {name: dict(layout.mesh.shape) for name, layout in layouts.items()}
     programs = program_sizes(config, layouts, batch, attention)

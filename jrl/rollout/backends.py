@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
+from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.decoder import MASTER_DTYPE, QUANTIZED_DTYPE, Attend
-from jrl.rollout import paged_attention
+from jrl.models.unstack import unstack_layers
+from jrl.rollout import paged_attention, sampler
+from jrl.rollout.native import library
 from jrl.sharding.layout import Axes, Layout
 
 log = logging.getLogger("jrl")
@@ -71,8 +74,65 @@ class Backend(Protocol):
     def copy_pages(self, pool: Any, source: jax.Array, target: jax.Array, num_layers: int, num_pages: int) -> Any:
         """Copies page `source[r, c]` to page `target[r, c]` in every layer; both i32[R, C], the pair (0, 0) does nothing."""
 
+    def decode_params(self, params: Any, unroll: bool) -> Any:
+        """What decoding reads in place of the parameters that were loaded.
 
-class XlaBackend:
+        Args:
+          unroll: without a scan over layers, where that makes a difference (`jrl.models.unstack`).
+        """
+
+    def packed_bytes(self) -> int:
+        """What `decode_params` takes besides the parameters that were loaded, in their own precision."""
+
+    def logits(
+        self, params: Any, tokens: jax.Array, positions: jax.Array, attend: Attend, pool: Any, busy: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """f32[R, M, V] after each of the slots' new tokens i32[R, M], and the pool.
+
+        Args:
+          params: of `decode_params`.
+          positions: i32[R, M].
+          attend: of `decode_attend`.
+          busy: bool[R, M]; what is made of other tokens has no meaning, but is finite.
+        """
+
+    def sample(
+        self, logits: jax.Array, temperature: jax.Array, uniform: jax.Array, busy: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `jrl.rollout.sampler.sample`; what is made of tokens that are not busy has no meaning."""
+
+
+class DecoderSteps:
+    """What backends have in common that decode by `jrl.models.decoder`, from the weights as they were loaded."""
+
+    arch: Arch
+    layout: Layout
+    dtype: Any
+
+    def decode_params(self, params: Any, unroll: bool) -> Any:
+        return unstack_layers(params) if unroll else params
+
+    def packed_bytes(self) -> int:
+        return 0
+
+    def logits(
+        self, params: Any, tokens: jax.Array, positions: jax.Array, attend: Attend, pool: Any, busy: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        del busy
+        constrain = self.layout.constrain
+        hidden, pool = decoder.forward(
+            self.arch, params, tokens, positions, attend, pool, dtype=self.dtype, constrain=constrain
+        )  # fmt: skip
+        return constrain(decoder.logits(self.arch, params, hidden), ("batch", "slots", "act_vocab")), pool
+
+    def sample(
+        self, logits: jax.Array, temperature: jax.Array, uniform: jax.Array, busy: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del busy
+        return sampler.sample(logits, temperature, uniform)
+
+
+class XlaBackend(DecoderSteps):
     """`jrl.rollout.paged_attention`: plain XLA, for every platform.
 
     Where the mesh has several times as many devices along the query heads as there are KV heads, the pool holds each KV head
@@ -80,7 +140,7 @@ class XlaBackend:
     """
 
     name = "xla"
-    row_pages = paged_attention.ROW_PAGES
+    row_pages: int | None = paged_attention.ROW_PAGES
 
     def __init__(self, arch: Arch, layout: Layout, dtype: Any, kv: str = "same"):
         self.arch, self.layout, self.dtype, self.kv = arch, layout, dtype, kv
@@ -155,8 +215,27 @@ def _gpu(arch: Arch, layout: Layout, dtype: Any, kv: str, platform: str) -> Back
     return GpuBackend(arch, layout, dtype)
 
 
+def _cpu(arch: Arch, layout: Layout, dtype: Any, kv: str, platform: str) -> Backend:
+    name = "attention backend 'cpu'"
+    if platform != "cpu":
+        raise UserError(f"{name}: its kernels run on CPUs, and this is {platform}; choose 'xla' or 'auto'")
+    if kv != "same":
+        raise UserError(f"{name}: kv={kv!r} is beyond its kernels; choose 'xla', 'auto' or kv='same'")
+    if jnp.dtype(dtype) != MASTER_DTYPE:
+        raise UserError(f"{name}: dtype {jnp.dtype(dtype).name} is not supported; use float32, 'xla' or 'auto'")
+    if layout.mesh.size > 1:
+        raise UserError(
+            f"{name}: its kernels serve one device, and the rollout mesh has {layout.mesh.size}; choose 'xla' or 'auto'"
+        )
+    if reason := library.reason_against():
+        raise UserError(f"{name}: {reason}; choose 'xla' or 'auto'")
+    from jrl.rollout.cpu_backend import CpuBackend  # which is made of this module's
+
+    return CpuBackend(arch, layout, dtype)
+
+
 # By preference. Each makes the backend or raises a UserError that says why it cannot.
-BACKENDS: dict[str, Callable[[Arch, Layout, Any, str, str], Backend]] = {"tpu": _tpu, "gpu": _gpu, "xla": _xla}
+BACKENDS: dict[str, Callable[[Arch, Layout, Any, str, str], Backend]] = {"tpu": _tpu, "gpu": _gpu, "cpu": _cpu, "xla": _xla}
 BY_NAME_ONLY = {"gpu": "it has not been measured on a GPU; it is there to be asked for by name"}
 
 

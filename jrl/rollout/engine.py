@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.models.arch import Arch
-from jrl.models.unstack import unstack_layers
 from jrl.rollout.backends import PoolArray, choose_backend
 from jrl.rollout.paged_attention import Table
 from jrl.rollout.prefill import longest_chunk, next_call
@@ -83,7 +82,8 @@ class Engine:
       seed: of every sample's random numbers, together with `Request.first_id`.
       attention: name of the attention backend, or "auto" for the best that runs here.
       kv: what the pages hold, "same" for keys and values in `dtype` or "int8".
-      unroll_layers: decode without the scan over layers (`jrl.models.unstack`): faster, but slower to compile; on CPU only.
+      unroll_layers: decode without the scan over layers (`jrl.models.unstack`): faster, but slower to compile; on CPU only, and
+        where backend `cpu` has packed the weights of no effect.
       decode_text: token ids to text, for stop strings; without it requests with such are refused.
       speculate: tokens drafted per slot and forward pass (`jrl.rollout.speculate`), in calls where that has been faster; 0 for
         none ever. Tokens are the same with drafts as without, logprobs but for rounding.
@@ -119,6 +119,7 @@ class Engine:
         self.stats = EngineStats()
         self.scheduler = Scheduler(self.replicas, slots, num_pages, page_size, max_tokens, decode_chunk, self.stats)
         backend, others = choose_backend(attention, layout.mesh.devices.flat[0].platform, arch, layout, dtype, kv)
+        self.backend = backend
         log.info("attention backend: %s; %s", backend.name, "; ".join(f"not {name}: {why}" for name, why in others))
         kind: type[FewSizes | FineSizes] = FewSizes if few_programs else FineSizes
         self.sizes: Sizes = kind(slots, width, page_size, backend.row_pages)
@@ -158,7 +159,9 @@ class Engine:
         if not self.idle and not under_way:
             raise RuntimeError("weights can be loaded only between generations: sequences are still under way")
         self.params, self.version = params, version
-        self.decode_params = unstack_layers(params) if self.unroll_layers and params is not None else params
+        self.decode_params = None  # first, so that those to come can take its memory
+        if params is not None:
+            self.decode_params = self.backend.decode_params(params, self.unroll_layers)
         self.scheduler.new_weights(version)
 
     @property

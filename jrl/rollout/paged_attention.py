@@ -60,6 +60,28 @@ class Table(NamedTuple):
     place: Any  # i32[R, B], p * M + m of each slot that is a member; P * M of the others
 
 
+def pages_of_slots(table: Table, active: jax.Array) -> jax.Array:
+    """i32[R, B, V + W]: the pages of each slot in the order of its tokens, then 0, of a table with one row a slot and prefix.
+
+    Args:
+      active: bool[R, B]; the others have none.
+    """
+    prefixes, members = table.members.shape[1:]
+    shared = jnp.zeros((*active.shape, 0), table.own.dtype)
+    if prefixes:  # those without a shared prefix take any, and none of its pages
+        prefix = jnp.minimum(table.place // members, prefixes - 1)
+        shared = jnp.take_along_axis(table.shared, prefix[..., None], axis=1)
+    return jnp.where(active[..., None], joined_pages(shared, table.own, table.skip), 0)
+
+
+def joined_pages(before: jax.Array, after: jax.Array, count: jax.Array) -> jax.Array:
+    """i32[R, S, V + W]: of each row the first `count` i32[R, S] pages of `before` [R, S, V], then `after` [R, S, W], then 0."""
+    width = before.shape[-1]
+    place, count = jnp.arange(width + after.shape[-1]), count[..., None]
+    source = jnp.where(place < count, place, width + place - count)
+    return jnp.take_along_axis(jnp.concatenate([before, after, jnp.zeros_like(before)], axis=-1), source, axis=-1)
+
+
 # (base, q, pool) -> partial softmaxes over some pages in the layer whose block of rows begins at `base`, as `_over_pages`.
 Read = Callable[[jax.Array, jax.Array, dict[str, jax.Array]], tuple[jax.Array, jax.Array, jax.Array]]
 # (pages, limit, tokens, page_size) -> how these pages are read, as `gathered`.

@@ -13,7 +13,7 @@ from jrl.models import decoder
 from jrl.models.arch import Arch
 from jrl.models.responses import token_logprobs
 from jrl.rollout.backends import Backend
-from jrl.rollout.sampler import Controls, best_logprobs, sample, sample_controlled, uniforms
+from jrl.rollout.sampler import Controls, best_logprobs, sample_controlled, uniforms
 
 LOGIT_CHUNK = 256  # prompt tokens whose logits exist at once
 
@@ -90,7 +90,7 @@ def some_busy(i: jax.Array, n: int, slots: Slots, leave_at: jax.Array) -> jax.Ar
 
 
 def decode(
-    shape: EngineShape, backend: Backend, constrain, best: int, params, pool, table, slots: Slots,
+    shape: EngineShape, backend: Backend, best: int, params, pool, table, slots: Slots,
     controls: Controls | None, key, leave_at,
 ):  # fmt: skip
     """Decodes up to `decode_chunk` tokens in every busy slot, without the host.
@@ -98,6 +98,7 @@ def decode(
     Leaves early when at most `leave_at` slots are still busy, so that others can move in.
 
     Args:
+      params: of the backend's `decode_params`.
       best: how many of the likeliest tokens to report besides.
       controls: of the slots' distributions; None where nobody asks for any.
 
@@ -111,11 +112,10 @@ def decode(
         i, pool, s, controls, out = carry
         active = s.remaining > 0
         attend = backend.decode_attend(table, s.lens, active, shape.num_pages, shape.page_size)
-        hidden, pool = decoder.forward(shape.arch, params, s.token, s.lens, attend, pool, dtype=shape.dtype, constrain=constrain)
-        logits = constrain(decoder.logits(shape.arch, params, hidden), ("batch", "slots", "act_vocab"))
+        logits, pool = backend.logits(params, s.token, s.lens, attend, pool, active)
         uniform = uniforms(key, s.request, s.made)
         if controls is None:
-            token, logprob = sample(logits, s.temperature, uniform)
+            token, logprob = backend.sample(logits, s.temperature, uniform, active)
             # Without truncation the sampled distribution is the full one; greedy choice is certain.
             sampler_logprob = jnp.where(s.temperature > 0, logprob, 0.0)
         else:
@@ -168,7 +168,7 @@ def build(shape: EngineShape, backend: Backend, layout) -> Programs:
             out_shardings=(pools, rows),
         ),
         decode=jax.jit(
-            functools.partial(decode, shape, backend, layout.constrain),
+            functools.partial(decode, shape, backend),
             static_argnums=0,
             donate_argnums=(2, 5),
             out_shardings=(pools, rows, rows, rows),

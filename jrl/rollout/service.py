@@ -264,7 +264,11 @@ class Service:
                         engine.abort(job.tickets)
                 case _Load(params, version, done):
                     if done.set_running_or_notify_cancel():  # False: who asked for it has gone
-                        engine.load(params, version, under_way=True)
+                        try:
+                            engine.load(params, version, under_way=True)
+                        except BaseException as error:  # which ends this thread
+                            done.set_exception(EngineFailed(f"the weights cannot be served: {type(error).__name__}: {error}"))
+                            raise
                         done.set_result(None)
                 case _Stop(at):
                     self._set_status("stopping")

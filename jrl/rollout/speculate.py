@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.models import decoder
 from jrl.rollout.backends import Backend
 from jrl.rollout.programs import Decoded, EngineShape, Slots, some_busy
-from jrl.rollout.sampler import sample, uniforms
+from jrl.rollout.sampler import uniforms
 
 # A pass costs the same with wrong drafts as with none, so rare matches are a loss; after a single token, guesses are poor.
 NGRAM = 2
@@ -79,9 +78,7 @@ def _put(rows: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
     return jax.vmap(jax.vmap(lambda row, i, x: jax.lax.dynamic_update_slice(row, x, (i,))))(rows, at, new)
 
 
-def decode(
-    shape: EngineShape, backend: Backend, constrain, drafts: int, params, pool, table, slots: Slots, history, key, leave_at
-):
+def decode(shape: EngineShape, backend: Backend, drafts: int, params, pool, table, slots: Slots, history, key, leave_at):
     """`jrl.rollout.programs.decode` with drafts: up to `decode_chunk` passes, each of 1 to T tokens in every busy slot.
 
     Args:
@@ -102,12 +99,9 @@ def decode(
         guess = draft(history, s.lens, s.remaining, drafts)
         fed = jnp.concatenate([s.token[..., None], jnp.maximum(guess, 0)], axis=-1)  # [R, B, T]
         attend = backend.decode_attend(table, s.lens, active, shape.num_pages, shape.page_size, width)
-        hidden, pool = decoder.forward(
-            shape.arch, params, flat(fed), flat(s.lens[..., None] + steps), attend, pool, dtype=shape.dtype, constrain=constrain
-        )
-        logits = constrain(decoder.logits(shape.arch, params, hidden), ("batch", "slots", "act_vocab"))
+        logits, pool = backend.logits(params, flat(fed), flat(s.lens[..., None] + steps), attend, pool, each(active))
         uniform = uniforms(key, each(s.request), flat(s.made[..., None] + steps))
-        token, logprob = (x.reshape(fed.shape) for x in sample(logits, each(s.temperature), uniform))
+        token, logprob = (x.reshape(fed.shape) for x in backend.sample(logits, each(s.temperature), uniform, each(active)))
         ended = jnp.any(token[..., None] == eos, axis=-1) & ~s.ignore_eos[..., None]
         count = jnp.where(active, count_valid(guess, token, ended), 0)
         new = (token, logprob, jnp.where(s.temperature[..., None] > 0, logprob, 0.0))
@@ -180,7 +174,7 @@ class Speculation:
         pools = {n: layout.sharding(x.axes, x.shape) for n, x in backend.pool_arrays(shape.num_pages, shape.page_size).items()}
         rows = layout.sharding(("batch",))
         self.program = jax.jit(  # (params, pool, table, slots, history, key, leave_at)
-            functools.partial(decode, shape, backend, layout.constrain, drafts),
+            functools.partial(decode, shape, backend, drafts),
             donate_argnums=1,
             out_shardings=(pools, rows, rows, rows),
         )

@@ -27,7 +27,7 @@ from jrl.errors import UserError
 from jrl.models.arch import Arch
 from jrl.models.decoder import Attend
 from jrl.rollout import paged_attention
-from jrl.rollout.backends import PoolArray
+from jrl.rollout.backends import DecoderSteps, PoolArray
 from jrl.sharding.layout import Layout
 
 LANES = 128  # the minor dimension of a tile
@@ -58,14 +58,6 @@ def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths)
-
-
-def _joined(before: jax.Array, after: jax.Array, count: jax.Array) -> jax.Array:
-    """i32[R, S, V + W]: of each row the first `count` i32[R, S] pages of `before` [R, S, V], then `after` [R, S, W], then 0."""
-    width = before.shape[-1]
-    place, count = jnp.arange(width + after.shape[-1]), count[..., None]
-    source = jnp.where(place < count, place, width + place - count)
-    return jnp.take_along_axis(jnp.concatenate([before, after, jnp.zeros_like(before)], axis=-1), source, axis=-1)
 
 
 class _Heads(NamedTuple):
@@ -117,7 +109,7 @@ class _Work(NamedTuple):
     valid: jax.Array  # bool[R, S * n], tokens whose output is wanted
 
 
-class TpuBackend:
+class TpuBackend(DecoderSteps):
     """Implements `jrl.rollout.backends.Backend` for TPUs.
 
     Args:
@@ -150,12 +142,7 @@ class TpuBackend:
         The work is in proportion to the slots' own lengths, whatever the width of the tables, and next to none for idle
         slots. The kernel knows no sharing: pages that slots have in common are read for each of them.
         """
-        prefixes, members = table.members.shape[1:]
-        shared = jnp.zeros((*lens.shape, 0), table.own.dtype)
-        if prefixes:  # those without a shared prefix take any, and none of its pages
-            prefix = jnp.minimum(table.place // members, prefixes - 1)
-            shared = jnp.take_along_axis(table.shared, prefix[..., None], axis=1)
-        pages = jnp.where(active[..., None], _joined(shared, table.own, table.skip), 0)
+        pages = paged_attention.pages_of_slots(table, active)
         pages = _pad(pages, 2, pages.shape[2] + -(-(tokens - 1) // page_size))  # for tokens that a slot has no page for
         lens = jnp.where(active, lens, 0)
         each = lens[..., None] + jnp.arange(tokens)  # [R, B, T]
@@ -174,7 +161,7 @@ class TpuBackend:
         """
         replicas, prompts, width = table.shape
         length = width * page_size
-        pages = _joined(prior, table, start // page_size)
+        pages = paged_attention.joined_pages(prior, table, start // page_size)
         # Padding is computed as if it were text, which moves no query that counts: what follows is invisible to it.
         work = _Work(
             (table,), pages, start + length, jnp.sum(lens > 0, axis=-1, dtype=jnp.int32),

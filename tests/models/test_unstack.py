@@ -68,7 +68,7 @@ def test_the_forward_is_the_same():
 def test_a_run_draws_the_same_samples(tmp_path):
     """The updates donate what the views stand on; every step's samples would tell if one were left."""
     for choice in ("on", "off"):
-        a_run(tmp_path / choice, steps=3, rollout__unroll_layers=choice).train()
+        a_run(tmp_path / choice, steps=3, rollout__unroll_layers=choice, rollout__attention="xla").train()
     ours, scanned = sampled(tmp_path / "on"), sampled(tmp_path / "off")
     assert [s[:3] for s in ours] == [s[:3] for s in scanned] and len({s[0] for s in ours}) == 3
     for a, b in zip(ours, scanned, strict=True):

@@ -48,7 +48,7 @@ def test_a_backend_asked_for_by_name_is_taken_or_refused():
         choose("tpu", "cpu")
     with pytest.raises(UserError, match="dtype float16"):
         choose("tpu", "tpu", jnp.float16)
-    with pytest.raises(UserError, match="'flash' does not exist; choose auto, tpu, gpu, xla"):
+    with pytest.raises(UserError, match="'flash' does not exist; choose auto, tpu, gpu, cpu, xla"):
         choose("flash", "tpu")
 
 

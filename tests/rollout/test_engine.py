@@ -262,7 +262,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_is_refused(engine, params):
 
 def test_a_table_in_rows_gives_the_same_tokens(monkeypatch, params):
     monkeypatch.setattr(XlaBackend, "row_pages", 1)
-    engine = make_engine()
+    engine = make_engine(attention="xla")
     tables, make = [], engine.tables.make
     monkeypatch.setattr(engine.tables, "make", lambda replicas: tables.append(make(replicas)) or tables[-1])
     asked = mixed()
@@ -287,19 +287,19 @@ def test_long_tails_leave_few_slots_idle(params):
     assert static < 0.7  # what batches that wait for their longest would come to
 
 
-@pytest.mark.parametrize("name", ["prefill", "copy", "decode", "decode with several rows a slot"])
+@pytest.mark.parametrize("name", ["prefill", "copy", "decode", "decode by kernels", "decode with several rows a slot"])
 def test_every_program_updates_the_pool_in_place(name):
-    engine = make_engine(num_pages=400)
+    engine = make_engine(num_pages=400, attention="cpu" if "kernels" in name else "xla")
     rows = lambda *shape: np.zeros((1, *shape), np.int32)  # noqa: E731
-    name, _, several = name.partition(" ")
-    n, common = (9, 4) if several else (4, 2)
+    name, _, how = name.partition(" ")
+    n, common = (9, 4) if "several" in how else (4, 2)
     own = (rows(n, 8), rows(n), rows(4), rows(4))
     table = Table(*own, rows(common, 2), rows(common), rows(2, 4), rows(4))
     prompts = Prompts(rows(2, 16), rows(2, 16), rows(2), rows(2), rows(2, 2), rows(2, 1))
     arguments = {
         "prefill": (False, engine.params, engine.pool, prompts),
         "copy": (engine.pool, rows(2), rows(2)),
-        "decode": (0, engine.params, engine.pool, table, engine.slots, None, engine.key, np.int32(0)),
+        "decode": (0, engine.decode_params, engine.pool, table, engine.slots, None, engine.key, np.int32(0)),
     }[name]
     program, pool = getattr(engine.programs, name), sum(x.nbytes for x in engine.pool.values())
     memory = program.lower(*arguments).compile().memory_analysis()

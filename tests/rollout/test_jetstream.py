@@ -238,10 +238,12 @@ def test_flags_of_the_other_server_mean_the_same():
     options = ["--model=random:tiny", "--replica=1", "--max_tokens=64", "--page_size=32", "--slots=1"]
     (plain,) = server.make_engines(flags.parse(options))
     (it,) = server.make_engines(flags.parse([*options, "--weights=int8", "--kv=int8", "--unroll_layers=on"]))
-    for engine, weights, pages, layers in ((plain, {"float32"}, {"float32"}, dict), (it, *[{"int8", "float32"}] * 2, tuple)):
+    (scanned,) = server.make_engines(flags.parse([*options, "--attention=xla"]))
+    for engine, weights, pages in ((plain, {"float32"}, {"float32"}), (it, *[{"int8", "float32"}] * 2)):
         assert {x.dtype.name for x in jax.tree.leaves(engine.weights.params)} == weights
         assert {x.dtype.name for x in engine.init_decode_state().pool.values()} == pages
-        assert isinstance(engine._decode_params(engine.weights.params)["layers"], layers)
+    layers = [engine._decode_params(engine.weights.params)["layers"] for engine in (scanned, it)]
+    assert [type(x) for x in layers] == [dict, tuple]
 
 
 @pytest.mark.slow

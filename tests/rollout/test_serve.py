@@ -16,6 +16,7 @@ import pytest
 from jrl.models.hf import save_hf
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.scheduler import Request
+from jrl.rollout.service import EngineFailed
 from jrl.serve.backend import Backend
 from tests.serving import LONG, NARROW, WIDE, running, wait_for
 
@@ -413,7 +414,8 @@ def test_an_engine_that_fails_is_told_to_everybody():
     with running(NARROW) as it:
         stream = it.client().completions.create(model="tiny", prompt="x", stream=True, **LONG)
         next(iter(stream))
-        asyncio.run_coroutine_threadsafe(it.server.service.load({"no": "weights"}, 1), it.loop).result(30)
+        with pytest.raises(EngineFailed, match="the weights cannot be served: KeyError"):
+            asyncio.run_coroutine_threadsafe(it.server.service.load({"no": "weights"}, 1), it.loop).result(30)
         with pytest.raises(openai.APIError, match="internal error"):
             list(stream)
         with pytest.raises(openai.InternalServerError):

@@ -22,7 +22,6 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.models.arch import Arch
-from jrl.models.unstack import unstack_layers
 from jrl.rollout.backends import choose_backend
 from jrl.rollout.jetstream.compat import engine_api, tokenizer_pb2
 from jrl.rollout.jetstream.flags import PREFILL_LENGTHS
@@ -170,7 +169,7 @@ class JetStreamEngine(engine_api.Engine):
         self.shape = EngineShape(arch, slots * samples_per_slot * width + 1, page_size, 1, tuple(eos_ids), np.dtype(dtype))
         self.backend, _ = choose_backend(attention, layout.mesh.devices.flat[0].platform, arch, layout, self.shape.dtype, kv)
         self._unroll = unroll_layers
-        self._unrolled: tuple[Any, Any] = (None, None)  # weights, and they layer by layer
+        self._decoded: tuple[Any, Any] = (None, None)  # weights, and what decoding reads in their place
         self._programs = build(self.shape, self.backend, layout)
         self._pages = PagePrograms(self.shape, self.backend, layout)
         self._key = jax.random.key(seed)
@@ -286,12 +285,11 @@ class JetStreamEngine(engine_api.Engine):
         )
 
     def _decode_params(self, params: Any) -> Any:
-        """As the decode program reads them; views of the same arrays, made once for each weights that come."""
-        if not self._unroll:
-            return params
-        if self._unrolled[0] is not params:
-            self._unrolled = (params, unstack_layers(params))
-        return self._unrolled[1]
+        """As the decode program reads them, made once for each weights that come."""
+        if self._decoded[0] is not params:
+            self._decoded = (None, None)  # first, so that those to come can take its memory
+            self._decoded = (params, self.backend.decode_params(params, self._unroll))
+        return self._decoded[1]
 
     # What it asks for -------------------------------------------------------------------------------------------------
 
