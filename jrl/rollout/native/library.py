@@ -19,6 +19,7 @@ import jaxlib
 from jrl.platform import cache_dir
 
 SOURCE = pathlib.Path(__file__).with_name("kernels.cc")
+SOURCES = sorted((SOURCE, *SOURCE.parent.glob("*.h")))
 TARGETS = ("jrl_product", "jrl_pack", "jrl_attend", "jrl_sample")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
 TIMEOUT_S = 300
@@ -55,7 +56,8 @@ def _compiled() -> pathlib.Path:
     compiler = _compiler()
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     command = [*compiler, *FLAGS, native, "-isystem", jax.ffi.include_dir(), str(SOURCE)]
-    key = hashlib.sha256("\n".join([*command, SOURCE.read_text(), jaxlib.__version__, _processor()]).encode()).hexdigest()[:16]
+    texts = [source.read_text() for source in SOURCES]
+    key = hashlib.sha256("\n".join([*command, *texts, jaxlib.__version__, _processor()]).encode()).hexdigest()[:16]
     kept = cache_dir() / "native" / f"kernels-{key}.so"
     if kept.exists():
         return kept
