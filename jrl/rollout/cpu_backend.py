@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.models import decoder
 from jrl.models.arch import Arch
@@ -21,7 +20,7 @@ from jrl.models.decoder import Attend, Params
 from jrl.rollout import paged_attention
 from jrl.rollout.backends import XlaBackend
 from jrl.rollout.native import ops
-from jrl.rollout.native.ops import Part
+from jrl.rollout.native.ops import Part, Slots
 
 Array = Any
 
@@ -100,52 +99,53 @@ class CpuBackend(XlaBackend):
     def decode_attend(
         self, table: paged_attention.Table, lens: jax.Array, active: jax.Array, num_pages: int, page_size: int, tokens: int = 1
     ) -> Attend:
-        pages = paged_attention.pages_of_slots(table, active)[0]
-
-        def attend(layer, q, k, v, pool):
-            out, pool = ops.attend(q[0], k[0], v[0], layer, lens[0], active[0], pages, pool, num_pages)
-            return out[None], pool
-
-        return attend
+        return PagedAttention(Slots(lens[0], active[0], paged_attention.pages_of_slots(table, active)[0], num_pages))
 
     def logits(self, params, tokens, positions, attend, pool, busy):
         if not isinstance(params, Packed):
             return super().logits(params, tokens, positions, attend, pool, busy)
-        logits, pool = next_logits(self.arch, params, tokens[0], positions[0], attend, pool, busy[0])
+        logits, pool = next_logits(self.arch, params, tokens[0], positions[0], attend.slots, pool, busy[0])
         return logits[None], pool
 
     def sample(self, logits, temperature, uniform, busy):
         return tuple(x[None] for x in ops.sample(logits[0], temperature[0], uniform[0], busy[0]))
 
 
+class PagedAttention(NamedTuple):
+    """The `attend` of `jrl.models.decoder`; `next_logits` reads the slots alone."""
+
+    slots: Slots
+
+    def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, pool: Any, /) -> tuple[jax.Array, Any]:
+        """As queries and keys come turned, by an angle of nothing."""
+        qkv = jnp.concatenate([x.reshape(x.shape[1], -1) for x in (q, k, v)], axis=-1)
+        still = jnp.ones((q.shape[1], q.shape[-1] // 2), q.dtype)
+        out, pool = ops.attend(qkv, (still, jnp.zeros_like(still)), layer, self.slots, pool)
+        return out.reshape(q.shape), pool
+
+
 def next_logits(
-    arch: Arch, params: Packed, tokens: jax.Array, positions: jax.Array, attend: Attend, pool: Any, busy: jax.Array
+    arch: Arch, params: Packed, tokens: jax.Array, positions: jax.Array, slots: Slots, pool: Any, busy: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """f32[M, V] after each of the tokens i32[M], as `decoder.forward` and `decoder.logits` make them, and the pool.
+    """f32[M, V] after each of the slots' new tokens i32[M], as `decoder.forward` and `decoder.logits` make them, and the pool.
 
     Args:
       positions: i32[M]; busy: bool[M], the others' are 0.
     """
     a, p = arch, params
     multiply = functools.partial(ops.product, busy=busy, eps=a.rms_norm_eps)
-    rotation = decoder.rotation_tables(a, positions[None], jnp.float32)
-    sizes = np.array([a.num_heads, a.num_kv_heads, a.num_kv_heads]) * a.head_dim
+    attend = functools.partial(ops.attend, q_norm=p.q_norm, k_norm=p.k_norm, eps=a.rms_norm_eps)
+    rotation = decoder.rotation_tables(a, positions, jnp.float32)
+    qkv_size = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
 
     def one_layer(carry, layer):
         x, pool = carry
-        qkv = multiply(x, p.qkv, sizes.sum(), layer, norm=p.attn_norm, bias=p.qkv_bias)
-        q, k, v = (part.reshape(1, len(x), -1, a.head_dim) for part in jnp.split(qkv, np.cumsum(sizes)[:-1], axis=-1))
-        if a.qk_norm:
-            q, k = _normed(q, p.q_norm[layer], a.rms_norm_eps), _normed(k, p.k_norm[layer], a.rms_norm_eps)
-        out, pool = attend(layer, decoder.rotate(q, *rotation), decoder.rotate(k, *rotation), v, pool)
-        x = multiply(out.reshape(len(x), -1), p.o, a.hidden_size, layer, bias=p.o_bias, residual=x)
+        qkv = multiply(x, p.qkv, qkv_size, layer, norm=p.attn_norm, bias=p.qkv_bias)
+        out, pool = attend(qkv, rotation, layer, slots, pool)
+        x = multiply(out, p.o, a.hidden_size, layer, bias=p.o_bias, residual=x)
         y = multiply(x, p.gate_up, a.intermediate_size, layer, norm=p.mlp_norm, gated=True)
         return (multiply(y, p.down, a.hidden_size, layer, residual=x), pool), None
 
     x = jnp.take(p.embedding, tokens, axis=0)
     (x, pool), _ = jax.lax.scan(one_layer, (x, pool), jnp.arange(a.num_layers))
     return multiply(x, p.head, a.vocab_size, 0, norm=p.final_norm), pool
-
-
-def _normed(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale

@@ -95,51 +95,73 @@ void attend_group(int64_t count, Rest&&... rest) {
   if constexpr (most > 1) attend_group<most - 1>(count, rest...);
 }
 
-// Writes k, v [B T, J, K] of the new tokens of busy slots to their pages, of pages [B, W], in block `layer` of the pool
-// [.., J, S, K]; then makes out [B T, H, K] of q, each query over what is cached and the new tokens up to its own. A token beyond
-// its slot's pages is not written. Of idle slots out is 0.
-ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-                  ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::PRED> busy,
-                  ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::F32> pool_k, ffi::Buffer<ffi::F32> pool_v, int32_t num_pages,
+// One head's query or key: divided by its root mean square and multiplied with `norm`, if there; then channel i turned with
+// channel i + size / 2 by the angle whose cosine and sine are given.
+void turn(const float* x, const float* cosine, const float* sine, const float* norm, float eps, int64_t size, float* out) {
+  const int64_t half = size / 2;
+  float scale = 1.0f;
+  if (norm) {
+    float squares = 0;
+    for (int64_t i = 0; i < size; ++i) squares += x[i] * x[i];
+    scale = 1.0f / std::sqrt(squares / size + eps);
+  }
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = norm ? norm[i] * (x[i] * scale) : x[i], b = norm ? norm[i + half] * (x[i + half] * scale) : x[i + half];
+    out[i] = a * cosine[i] - b * sine[i];
+    out[i + half] = b * cosine[i] + a * sine[i];
+  }
+}
+
+// Of qkv [B T, (H + 2 J) K], the products for the new tokens: turns queries and keys, by cosines and sines [B T, K / 2]; writes
+// keys and values of busy slots to their pages, of pages [B, W], in block `layer` of the pool [.., J, S, K]; makes out
+// [B T, H K], each query over what is cached and the new tokens up to its own. Norms [L, K] may be empty. A token beyond its
+// slot's pages is not written. Of idle slots out is 0.
+ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> cosines, ffi::Buffer<ffi::F32> sines,
+                  ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::S32> layer,
+                  ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::PRED> busy, ffi::Buffer<ffi::S32> pages,
+                  ffi::Buffer<ffi::F32> pool_k, ffi::Buffer<ffi::F32> pool_v, int32_t num_pages, float eps,
                   ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> new_k, ffi::ResultBuffer<ffi::F32> new_v) {
   (void)pool_k, (void)pool_v;  // the results' own memory
-  const int64_t slots = lens.element_count(), tokens = q.dimensions()[0] / slots, width = pages.dimensions()[1];
   const auto shape = new_k->dimensions();
-  const Sizes s{q.dimensions()[1], k.dimensions()[1], q.dimensions()[2], shape[shape.size() - 2]};
+  const int64_t axes = shape.size(), columns = qkv.dimensions()[1], at_layer = layer.typed_data()[0];
+  const int64_t slots = lens.element_count(), tokens = qkv.dimensions()[0] / slots, width = pages.dimensions()[1];
+  const Sizes s{columns / shape[axes - 1] - 2 * shape[axes - 3], shape[axes - 3], shape[axes - 1], shape[axes - 2]};
   const int64_t group = s.heads / s.kv_heads, page_floats = s.page_size * s.size;
-  const int64_t first_page = static_cast<int64_t>(layer.typed_data()[0]) * num_pages;
+  const float* q_scale = q_norm.element_count() ? q_norm.typed_data() + at_layer * s.size : nullptr;
+  const float* k_scale = k_norm.element_count() ? k_norm.typed_data() + at_layer * s.size : nullptr;
   const auto place = [&](int64_t slot, int64_t i, int64_t head) {
-    return ((first_page + pages.typed_data()[slot * width + std::min(i, width - 1)]) * s.kv_heads + head) * page_floats;
+    const int64_t page = pages.typed_data()[slot * width + std::min(i, width - 1)];
+    return ((at_layer * num_pages + page) * s.kv_heads + head) * page_floats;
   };
-  parallel(pool, slots, [&](int64_t b) {
-    static thread_local std::vector<float> scores;
+  parallel(pool, slots * s.kv_heads, [&](int64_t task) {
+    static thread_local std::vector<float> scores, queries;
     static thread_local std::vector<const float*> keys, values;
-    float* to = out->typed_data() + b * tokens * s.heads * s.size;
+    const int64_t b = task / s.kv_heads, j = task % s.kv_heads, before = lens.typed_data()[b];
+    const auto result = [&](int64_t t) { return out->typed_data() + ((b * tokens + t) * s.heads + j * group) * s.size; };
     if (!busy.typed_data()[b]) {
-      std::memset(to, 0, tokens * s.heads * s.size * sizeof(float));
+      for (int64_t t = 0; t < tokens; ++t) std::memset(result(t), 0, group * s.size * sizeof(float));
       return;
     }
-    const int64_t before = lens.typed_data()[b], count = (before + tokens + s.page_size - 1) / s.page_size;
-    for (int64_t j = 0; j < s.kv_heads; ++j) {
-      for (int64_t t = 0; t < tokens; ++t) {
-        const int64_t position = before + t, i = position / s.page_size;
-        if (i >= width || !pages.typed_data()[b * width + i]) break;
-        const int64_t at = place(b, i, j) + position % s.page_size * s.size, from = ((b * tokens + t) * s.kv_heads + j) * s.size;
-        std::memcpy(new_k->typed_data() + at, k.typed_data() + from, s.size * sizeof(float));
-        std::memcpy(new_v->typed_data() + at, v.typed_data() + from, s.size * sizeof(float));
-      }
-      keys.clear(), values.clear();
-      for (int64_t i = 0; i < count; ++i) {
-        keys.push_back(new_k->typed_data() + place(b, i, j)), values.push_back(new_v->typed_data() + place(b, i, j));
-      }
-      for (int64_t t = 0; t < tokens; ++t) {
-        for (int64_t g = 0; g < group; g += kQueries) {
-          const int64_t at = (t * s.heads + j * group + g) * s.size;
-          attend_group(std::min<int64_t>(kQueries, group - g), q.typed_data() + b * tokens * s.heads * s.size + at, keys, values,
-                       before + t + 1, s, scores, to + at);
-        }
-      }
+    queries.resize(tokens * group * s.size);
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t row = b * tokens + t, position = before + t, i = position / s.page_size;
+      const float* x = qkv.typed_data() + row * columns;
+      const float *cosine = cosines.typed_data() + row * s.size / 2, *sine = sines.typed_data() + row * s.size / 2;
+      for (int64_t g = 0; g < group; ++g)
+        turn(x + (j * group + g) * s.size, cosine, sine, q_scale, eps, s.size, queries.data() + (t * group + g) * s.size);
+      if (i >= width || !pages.typed_data()[b * width + i]) continue;
+      const int64_t at = place(b, i, j) + position % s.page_size * s.size;
+      turn(x + (s.heads + j) * s.size, cosine, sine, k_scale, eps, s.size, new_k->typed_data() + at);
+      std::memcpy(new_v->typed_data() + at, x + (s.heads + s.kv_heads + j) * s.size, s.size * sizeof(float));
     }
+    keys.clear(), values.clear();
+    for (int64_t i = 0; i * s.page_size < before + tokens; ++i) {
+      keys.push_back(new_k->typed_data() + place(b, i, j)), values.push_back(new_v->typed_data() + place(b, i, j));
+    }
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t g = 0; g < group; g += kQueries)
+        attend_group(std::min<int64_t>(kQueries, group - g), queries.data() + (t * group + g) * s.size, keys, values,
+                     before + t + 1, s, scores, result(t) + g * s.size);
   });
   return ffi::Error::Success();
 }

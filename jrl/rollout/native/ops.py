@@ -60,25 +60,38 @@ def product(
     return call(x, w, jnp.asarray(layer, jnp.int32), busy, norm, bias, residual, eps=np.float32(eps), gated=gated)
 
 
+class Slots(NamedTuple):
+    """What attention reads of B slots."""
+
+    lens: Any  # i32[B], tokens in the cache
+    busy: Any  # bool[B], what is made of the others is 0
+    pages: Any  # i32[B, W], of each slot in the order of its tokens, then 0
+    num_pages: int  # of a layer's block of the pool
+
+
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, lens: jax.Array, busy: jax.Array, pages: jax.Array,
-    pool: dict[str, jax.Array], num_pages: int,
+    qkv: jax.Array, rotation: tuple[jax.Array, jax.Array], layer: Any, slots: Slots, pool: dict[str, jax.Array], *,
+    q_norm: Any = NONE, k_norm: Any = NONE, eps: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
-    """Attention of T new tokens of each of B slots to what is cached of it and to those before it, f32[B T, H, K], and the pool.
+    """Attention of T new tokens of each of B slots to what is cached of it and to those before it, f32[B T, H K], and the pool.
 
     Args:
-      q: f32[B T, H, K]; k, v: f32[B T, J, K], which are written to the pool.
-      layer: i32[], whose block of `num_pages` pages it is.
-      lens: i32[B] tokens in the cache; busy: bool[B], what is made of other slots is 0.
-      pages: i32[B, W] of each slot in the order of its tokens, then 0.
+      qkv: f32[B T, (H + 2 J) K], queries, keys and values as their products make them.
+      rotation: cosines and sines f32[.., K / 2] of the B T positions, as `decoder.rotation_tables`; queries and keys are turned.
+      layer: i32[].
       pool: `k` and `v` f32[.., J, S, K], updated in place.
+      q_norm, k_norm: f32[L, K], scales of an RMSNorm of each head before it is turned, with `eps`; left out where empty.
     """
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, pool["k"], pool["v"])]
-    call = jax.ffi.ffi_call("jrl_attend", shapes, input_output_aliases={7: 1, 8: 2})
-    out, new_k, new_v = call(
-        q, k, v, jnp.asarray(layer, jnp.int32), lens, busy, pages, pool["k"], pool["v"], num_pages=np.int32(num_pages)
-    )
-    return out, {"k": new_k, "v": new_v}
+    kv_heads, _, size = pool["k"].shape[-3:]
+    out = jax.ShapeDtypeStruct((len(qkv), qkv.shape[1] - 2 * kv_heads * size), qkv.dtype)
+    shapes = [out, *(jax.ShapeDtypeStruct(pool[n].shape, pool[n].dtype) for n in "kv")]
+    call = jax.ffi.ffi_call("jrl_attend", shapes, input_output_aliases={9: 1, 10: 2})
+    cosines, sines = (x.reshape(len(qkv), -1) for x in rotation)
+    result, k, v = call(
+        qkv, cosines, sines, q_norm, k_norm, jnp.asarray(layer, jnp.int32), slots.lens, slots.busy, slots.pages, pool["k"],
+        pool["v"], num_pages=np.int32(slots.num_pages), eps=np.float32(eps),
+    )  # fmt: skip
+    return result, {"k": k, "v": v}
 
 
 def sample(logits: jax.Array, temperature: jax.Array, uniform: jax.Array, busy: jax.Array) -> tuple[jax.Array, jax.Array]:
