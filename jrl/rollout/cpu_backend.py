@@ -7,6 +7,7 @@ is done by the second one; attention reads pages where they lie; and idle slots 
 Prefill, which has many rows, is XLA's, from the weights as they were loaded.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -111,12 +112,13 @@ class CpuBackend(XlaBackend):
         return tuple(x[None] for x in ops.sample(logits[0], temperature[0], uniform[0], busy[0]))
 
 
-class PagedAttention(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PagedAttention:
     """The `attend` of `jrl.models.decoder`; `next_logits` reads the slots alone."""
 
     slots: Slots
 
-    def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, pool: Any, /) -> tuple[jax.Array, Any]:
+    def __call__(self, layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, pool: Any) -> tuple[jax.Array, Any]:
         """As queries and keys come turned, by an angle of nothing."""
         qkv = jnp.concatenate([x.reshape(x.shape[1], -1) for x in (q, k, v)], axis=-1)
         still = jnp.ones((q.shape[1], q.shape[-1] // 2), q.dtype)

@@ -1,6 +1,7 @@
 """The kernels as functions of arrays. Letters: M rows, K and N sizes of a weight, W columns of a panel, P panels, L layers."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,11 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
+def _kernel(name: str, *args: Any, **options: Any) -> Callable[..., Any]:
+    library.panel()  # from then on JAX knows them
+    return jax.ffi.ffi_call(f"jrl_{name}", *args, **options)
+
+
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("part", "transposed"))
 def pack(packed: jax.Array, w: jax.Array, part: Part = WHOLE, transposed: bool = False) -> jax.Array:  # fmt: skip
     """`packed` f32[L, P, K, W], which is donated, with the columns of w f32[L, K, N], or f32[L, N, K] where `transposed`.
@@ -30,7 +36,7 @@ def pack(packed: jax.Array, w: jax.Array, part: Part = WHOLE, transposed: bool =
     Of one layer w may lack the first axis.
     """
     w = w.reshape(packed.shape[0], *w.shape[-2:])
-    call = jax.ffi.ffi_call("jrl_pack", jax.ShapeDtypeStruct(packed.shape, packed.dtype), input_output_aliases={1: 0})
+    call = _kernel("pack", jax.ShapeDtypeStruct(packed.shape, packed.dtype), input_output_aliases={1: 0})
     return call(
         w, packed, transposed=transposed, offset=np.int32(part.offset), first=np.int32(part.first), step=np.int32(part.step)
     )
@@ -56,7 +62,7 @@ def product(
       norm: f32[L, K], scales of an RMSNorm of x with `eps`; left out where empty.
       bias: f32[L, N]; residual: f32[M, N]; left out where empty.
     """
-    call = jax.ffi.ffi_call("jrl_product", jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype))
+    call = _kernel("product", jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype))
     return call(x, w, jnp.asarray(layer, jnp.int32), busy, norm, bias, residual, eps=np.float32(eps), gated=gated)
 
 
@@ -85,7 +91,7 @@ def attend(
     kv_heads, _, size = pool["k"].shape[-3:]
     out = jax.ShapeDtypeStruct((len(qkv), qkv.shape[1] - 2 * kv_heads * size), qkv.dtype)
     shapes = [out, *(jax.ShapeDtypeStruct(pool[n].shape, pool[n].dtype) for n in "kv")]
-    call = jax.ffi.ffi_call("jrl_attend", shapes, input_output_aliases={9: 1, 10: 2})
+    call = _kernel("attend", shapes, input_output_aliases={9: 1, 10: 2})
     cosines, sines = (x.reshape(len(qkv), -1) for x in rotation)
     result, k, v = call(
         qkv, cosines, sines, q_norm, k_norm, jnp.asarray(layer, jnp.int32), slots.lens, slots.busy, slots.pages, pool["k"],
@@ -98,5 +104,5 @@ def sample(logits: jax.Array, temperature: jax.Array, uniform: jax.Array, busy: 
     """`jrl.rollout.sampler.sample` of f32[M, V]; the tokens of rows that are not busy, and their logprobs, are 0."""
     rows = logits.shape[:1]
     shapes = [jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)]
-    token, logprob = jax.ffi.ffi_call("jrl_sample", shapes)(logits, temperature, uniform, busy)
+    token, logprob = _kernel("sample", shapes)(logits, temperature, uniform, busy)
     return token, logprob
