@@ -67,8 +67,8 @@ def test_a_late_answer_is_not_waited_for(counters):
     pid = counters.call_one(0, "pid")
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"worker 0 on .*: no answer to sleep_on within 0.3 s"):
-        counters.call("sleep_on", pid, 1.5, timeout_s=0.3)
-    assert time.monotonic() - began < 1.2
+        counters.call("sleep_on", pid, 4.0, timeout_s=0.3)
+    assert time.monotonic() - began < 3
     assert counters.call("add", 0, timeout_s=30) == counters.call("add", 0)  # it is asked again once it is done
 
 

@@ -49,10 +49,10 @@ def test_length_penalty_is_a_line_between_two_lengths():
 def test_regex_is_searched_for_and_one_that_hangs_costs_only_its_sample():
     config = default_config()
     override(config, "reward.pattern", r"^(\d+)+$|Answer: .*4")
-    rewards = RewardManager([("regex", "regex", 1.0)], 4.0, config.reward)
+    rewards = RewardManager([("regex", "regex", 1.0)], 8.0, config.reward)
     began = time.monotonic()
     result = rewards.score(["p"] * 4, ["12", "no\nAnswer: \n4", "4", "1" * 40 + "x"], {})
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 8
     np.testing.assert_array_equal(result.total, [1, 1, 1, 0])
     np.testing.assert_array_equal(result.valid, [True, True, True, False])
     assert result.failures == {"regex/timeout": 1}

@@ -76,7 +76,7 @@ def test_of_a_prompt_of_several_messages_the_judge_is_told_who_said_which(servic
         (lambda body: (200, b"<html>"), "result"),
         (lambda body: (200, b'{"choices": []}'), "result"),
         (lambda body: (404, b"{}"), "error"),
-        (lambda body: time.sleep(5) or says("Score: 3"), "timeout"),
+        (lambda body: time.sleep(20) or says("Score: 3"), "timeout"),
     ],
     ids=["no score", "no json", "no choice", "refused", "late"],
 )
@@ -85,7 +85,7 @@ def test_a_judge_that_fails_masks_its_sample_alone(service, reply, kind):
     began = time.monotonic()
     result = score(manager(url_of(service), timeout_s=1.0, retries=0), ["fine", "strange"])
     assert result.valid.tolist() == [True, False] and result.total.tolist() == [3, 0]
-    assert result.failures == {f"judge/{kind}": 1} and time.monotonic() - began < 4
+    assert result.failures == {f"judge/{kind}": 1} and time.monotonic() - began < 15
 
 
 def test_mistakes_are_told_before_any_work(tmp_path):

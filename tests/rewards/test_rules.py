@@ -82,7 +82,7 @@ def test_rules_are_fast_on_hostile_replies(unit):
     text = "1,123" + unit * 10_000 + "4"
     started = time.monotonic()
     score("gsm8k_flexible", text, "7")
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
 
 
 def test_gsm8k_rules_agree_with_the_extraction_of_verl():

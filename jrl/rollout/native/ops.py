@@ -30,7 +30,7 @@ def _kernel(name: str, *args: Any, **options: Any) -> Callable[..., Any]:
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("part", "transposed"))
-def pack(packed: jax.Array, w: jax.Array, part: Part = WHOLE, transposed: bool = False) -> jax.Array:  # fmt: skip
+def pack(packed: jax.Array, w: jax.Array, part: Part = WHOLE, transposed: bool = False) -> jax.Array:
     """`packed` f32[L, P, K, W], which is donated, with the columns of w f32[L, K, N], or f32[L, N, K] where `transposed`.
 
     Of one layer w may lack the first axis.
