@@ -62,7 +62,9 @@ def test_two_processes_are_one(alone, two):
     # One of them speaks, in the same words as one alone; and all of the export is there.
     assert json.loads(processes[0].out.read_text().splitlines()[-1])["steps"] == STEPS
     # But for what Gloo's threads write, whose lines may run into each other.
-    assert [line for line in processes[1].out.read_text().splitlines() if line and "[Gloo]" not in line] == []
+    gloos = ("[Gloo]", "peer ranks")
+    rest = [line for line in processes[1].out.read_text().splitlines() if line and not any(part in line for part in gloos)]
+    assert rest == []
     assert "step 3/3" in processes[0].err.read_text() and "step" not in processes[1].err.read_text()
     states = lines(folder / "hosts.jsonl")
     assert [state["process"] for state in states] == [0, 1] and all(state["heard_s_ago"] < 30 for state in states)
@@ -131,11 +133,9 @@ def test_when_one_is_killed_all_stop_and_say_which(tmp_path, victim):
         for i, member in enumerate(started):
             if i == victim:
                 continue
-            assert member.wait(60) != 0
-            assert time.monotonic() - killed < 60
-            if victim:
-                assert member.process.returncode == STOPPED
             # Where JAX aborts a process before it can speak, its recorder does, some seconds later.
+            assert member.wait(60) in (STOPPED, -signal.SIGABRT)
+            assert time.monotonic() - killed < 60
             while not (f"process {victim} on " in (told := member.err.read_text()) and "in step " in told):
                 assert time.monotonic() - killed < 60, told
                 time.sleep(0.2)

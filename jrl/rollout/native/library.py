@@ -6,6 +6,7 @@ The compiler is told to use all that this processor can do, so what is kept has 
 import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -14,7 +15,6 @@ import subprocess
 import tempfile
 
 import jax
-import jaxlib
 
 from jrl.platform import cache_dir
 
@@ -56,8 +56,8 @@ def _compiled() -> pathlib.Path:
     compiler = _compiler()
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     command = [*compiler, *FLAGS, native, "-isystem", jax.ffi.include_dir(), str(SOURCE)]
-    texts = [source.read_text() for source in SOURCES]
-    key = hashlib.sha256("\n".join([*command, *texts, jaxlib.__version__, _processor()]).encode()).hexdigest()[:16]
+    made_of = [*command, importlib.metadata.version("jaxlib"), _processor(), *(source.read_text() for source in SOURCES)]
+    key = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     kept = cache_dir() / "native" / f"kernels-{key}.so"
     if kept.exists():
         return kept
