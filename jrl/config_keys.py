@@ -189,7 +189,7 @@ _TABLE: tuple[Key, ...] = (
     Key(
         "rollout.unroll_layers",
         "auto",
-        "decode without a scan over layers: a faster step, a slower compilation, CPU only; auto: there, from 32 new tokens on",
+        "xla decodes without a scan over layers: a faster step, a slower compilation, CPU only; auto: from 32 new tokens on",
         one_of("auto", "on", "off"),
     ),
     Key("rollout.workers", 0, "processes of Ray's that generate, with max_staleness; 0: this process does", NOT_NEGATIVE),

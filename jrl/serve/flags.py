@@ -71,7 +71,7 @@ ABOUT = {
     "weights": "same: matrices in --dtype, or int8: as 8-bit integers with a scale for each output, a quarter of float32",
     "kv": "same: keys and values in --dtype, or int8: as 8-bit integers with a scale for each token and head",
     "attention": "attention backend: auto for the best that runs here, or its name",
-    "unroll_layers": "on: decode without a scan over layers, faster but slower to compile, on CPU only; auto: there; off",
+    "unroll_layers": "on: decode by xla without a scan over layers, faster but slower to compile, on CPU only; auto: there; off",
     "seed": "of every sample's random numbers, together with a request's own seed",
     "allow_weight_updates": "offer POST /v1/load_weights",
 }
