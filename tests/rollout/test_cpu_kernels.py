@@ -21,6 +21,12 @@ TINY = RANDOM["tiny"]
 LAYERS = 2
 
 
+@pytest.fixture(autouse=True)
+def kernels(request):
+    if "compiler" not in request.node.name and (reason := library.reason_against()):
+        pytest.skip(reason)
+
+
 def layout_of(replica=1):
     return Layout.rollout({"replica": replica, "tensor": 1}, jax.devices()[:replica])
 
