@@ -1,8 +1,8 @@
 """Decoding on a CPU: the decoder's step over a few rows, by kernels of our own (`jrl.rollout.native`).
 
 XLA multiplies a few rows with a weight at half the speed of many, and gathers the pages that attention reads. Here weights are
-packed once for each version, so that they are read in a stream while they are multiplied with; what stands between two products
-is done by the second one; attention reads pages where they lie; and idle slots cost nothing.
+packed once for each version, so that they are read in a stream while they are multiplied with; norms, biases, residuals and the
+gate are parts of the products; attention reads pages where they lie; and idle slots cost nothing.
 
 Prefill, which has many rows, is XLA's, from the weights as they were loaded.
 """
@@ -27,7 +27,7 @@ Array = Any
 
 
 class Packed(NamedTuple):
-    """A model's weights as `Step` reads them: matrices in panels [L, P, K, W], the rest as it is."""
+    """A model's weights as `next_logits` reads them: matrices in panels [L, P, K, W], the rest as it is."""
 
     embedding: Array  # f32[V, D]
     attn_norm: Array  # f32[L, D]

@@ -164,6 +164,19 @@ def test_it_samples_what_the_sampler_samples(vocab):
     assert (np.asarray(token)[busy][::7] != 0).any() and len(set(np.asarray(token).tolist())) > min(vocab, 20) / 2
 
 
+def test_what_is_not_a_number_stays_so():
+    """Broken weights are to be seen in the logprobs; the token is one of the vocabulary all the same."""
+    logits, ones = draw(1, 4, 700), np.ones(4, np.float32)
+    logits[1, 5] = logits[2, 699] = np.nan
+    token, logprob = ops.sample(logits, ones, ones / 2, ones > 0)
+    assert np.isnan(logprob).tolist() == [False, True, True, False] and (np.asarray(token) < 700).all()
+    x = draw(2, 3, 40)
+    x[1, 7] = np.nan
+    w = packed(draw(3, 1, 40, 50), draw(4, 1, 40, 50))
+    got = ops.product(x, w, 50, 0, ones[:3] > 0, norm=np.ones((1, 40), np.float32), gated=True)
+    assert np.isnan(got[1]).all() and np.isfinite(np.asarray(got)[[0, 2]]).all()
+
+
 # A step of the decoder -----------------------------------------------------------------------------------------------
 
 ARCHS = {

@@ -10,15 +10,10 @@ constexpr int kQueries = 4;  // attended with side by side
 
 // Weights of `tokens` scores, in their place, and their sum.
 float softmax(float* scores, int64_t tokens) {
-  Vector tops = Vector{} + kMinusInfinity, sums{};
+  const float top = largest(scores, tokens);
+  Vector sums{};
   int64_t i = 0;
   for (; i + kLanes <= tokens; i += kLanes) {
-    const Vector x = load(scores + i);
-    tops = x > tops ? x : tops;
-  }
-  float top = reduce(tops, [](auto a, auto b) { return a > b ? a : b; });
-  for (; i < tokens; ++i) top = std::max(top, scores[i]);
-  for (i = 0; i + kLanes <= tokens; i += kLanes) {
     const Vector weights = exponential(load(scores + i) - top);
     store(scores + i, weights);
     sums += weights;

@@ -17,15 +17,7 @@ struct Sampled {
 Sampled sample_row(const float* logits, int64_t vocab, float temperature, float uniform, std::vector<float>& sums) {
   const bool greedy = temperature == 0;
   const float scale = greedy ? 1.0f : temperature;
-  Vector tops = Vector{} + kMinusInfinity;
-  int64_t i = 0;
-  for (; i + kLanes <= vocab; i += kLanes) {
-    const Vector x = load(logits + i);
-    tops = x > tops ? x : tops;
-  }
-  float top = reduce(tops, [](auto a, auto b) { return a > b ? a : b; });
-  for (; i < vocab; ++i) top = std::max(top, logits[i]);
-  top /= scale;
+  const float top = largest(logits, vocab) / scale;
 
   // exp(logits / temperature - top) of a block's tokens, and their sum; 0 beyond the vocabulary.
   float weights[kBlock];

@@ -51,6 +51,18 @@ float sum(Vector v) {
   return reduce(v, [](auto a, auto b) { return a + b; });
 }
 
+float largest(const float* x, int64_t count) {
+  Vector tops = Vector{} + kMinusInfinity;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Vector next = load(x + i);
+    tops = next > tops ? next : tops;
+  }
+  float top = reduce(tops, [](auto a, auto b) { return a > b ? a : b; });
+  for (; i < count; ++i) top = std::max(top, x[i]);
+  return top;
+}
+
 // e^x, relative error below 2e-7: 2^n times a polynomial in what is left of x / ln 2 after rounding. 0 below -87, and beyond 88
 // no more than there.
 Vector exponential(Vector x) {
